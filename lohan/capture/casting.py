@@ -73,7 +73,10 @@ def _float(value: Any) -> Any:
 
 
 class _WithWiderStatistics:
-    """A BatchNorm or InstanceNorm with 16-bit weights and fp32 statistics, which torch refuses."""
+    """A BatchNorm or InstanceNorm with 16-bit weights and fp32 statistics.
+
+    Its original class does not accept this combination of types.
+    """
 
     plain: type[nn.Module]  # the class before `cast_inputs` replaced it
 
@@ -88,7 +91,7 @@ class _WithWiderStatistics:
         return make, (self.plain, *arguments[1:]), *rest
 
 
-_CLASSES: dict[type, Any] = {}  # keys are the classes that they are derived from
+_CLASSES: dict[type, Any] = {}  # keys are the plain classes, values the classes derived from them
 
 
 def _with_wider_statistics(plain: type) -> Any:

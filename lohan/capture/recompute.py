@@ -83,7 +83,7 @@ class Snapshot:
     attributes: list[dict[str, Any]]
 
 
-# set by transformers when it registers hooks, which stay
+# Set by transformers when it registers hooks. The hooks stay, so this attribute is not restored.
 _HOOKED = "_output_capturing_hooks_installed"
 
 
@@ -378,7 +378,7 @@ class SlicedCompute:
     def backward(
         self, block: Block, call: SavedCall, grads: tuple[torch.Tensor | None, ...]
     ) -> list[Gathered]:
-        """Compute the gradients of a call and return those of the inputs.
+        """Compute the gradients of a call, and return the gradients of the inputs.
 
         The gradients of the weights are passed to the hooks on their leaves.
         """

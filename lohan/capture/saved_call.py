@@ -401,7 +401,7 @@ class SavedCall:
 
 
 class Gathered:
-    """Joins per-slice tensors of one position along the batch dimension, without a second copy."""
+    """Joins the tensors that slices return at one position, without keeping a second copy."""
 
     def __init__(self, batch: int) -> None:
         self._batch = batch

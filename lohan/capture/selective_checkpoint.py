@@ -281,8 +281,8 @@ class Signature(NamedTuple):
     def same_numbers(self, args: Any, kwargs: Any) -> bool:
         """Return whether the arguments that are not tensors are the same.
 
-        A tensor of another type or shape that leads to a result of the same layout is not detected
-        here, but when backward calls the operation again.
+        If a tensor has another type or shape and the result has the same layout, the difference is
+        not detected here. It is detected when backward calls the operation again.
         """
         leaves = args if self.plain and not kwargs else leaves_of(args, kwargs)
         if len(leaves) != len(self.leaves):
@@ -601,7 +601,7 @@ class _Recorder(DispatchMode):
         super().__init__()
         self._save_plan, self._saved = save_plan, SavedOps()
         self._counter, self._earlier = Counter(), save_plan.earlier
-        self._held: list[torch.Tensor] = []  # as the operations returned them
+        self._held: list[torch.Tensor] = []  # the results as the operations returned them
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

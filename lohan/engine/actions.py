@@ -287,7 +287,7 @@ class ActionRunner:
     def recover_log(self) -> None:
         """After an error, commit the state that includes all logged steps. The lanes must be idle.
 
-        The cache in host memory must hold the committed generation.
+        Call this only after the cache in host memory was filled from the committed generation.
         """
         if self.logged is not None:
             self.logged.reset()
@@ -376,7 +376,7 @@ class ActionRunner:
             self.pending.release(action.index)
 
     def _fetch_gradients(self, action: Action) -> Iterable[Any]:
-        if self.logged is not None:  # A cached chunk lacks the last step only.
+        if self.logged is not None:  # A cached chunk lacks only the last step.
             return self.logged.read(action.index, action.chunk, action.at[0], last_only=True)
         assert self._gradient_spill is not None
         return (self._gradient_spill.read(action.index, action.chunk, action.at[0]),)

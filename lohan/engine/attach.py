@@ -178,7 +178,7 @@ def load(
     lora: Lora | int | None = None,
     adapter: str | os.PathLike[str] | None = None,
 ) -> nn.Module:
-    """Return the model that config.json names, with its loss, from a Hugging Face folder.
+    """Return the model, with its loss, that the config.json of a Hugging Face folder names.
 
     Structure and buffers are created now, and weights are read at `attach`. For a diffusers folder
     or pipeline, the result is the transformer. `lora` is the rank of an adapter, or its settings.

@@ -217,8 +217,8 @@ class DeviceSlots:
 class Dequantised:
     """Memory for the tensors that a call uses instead of packed weights.
 
-    Packed weights are frozen, so the tensors of the previous call are reused if the same groups
-    follow.
+    Packed weights are frozen, so the tensors of the previous call are reused if the next call needs
+    the same groups.
     """
 
     def __init__(self, blocks: Blocks, pool: HostPool, device: Device, dtype: torch.dtype) -> None:
@@ -498,7 +498,7 @@ def _average(
 
 
 def _span(own_range: TensorRange, per: int = 1) -> slice:
-    """Return the slice of a range in an array of its chunk.
+    """Return the slice that a range of a chunk occupies in an array of the chunk.
 
     The array has one element per `per` parameters.
     """
@@ -512,7 +512,7 @@ def _rounding(
     scales: list[torch.Tensor],
     optimizer: Optimizer,
 ) -> dict[str, Any]:
-    """Return what the kernel needs for stochastic rounding of moments.
+    """Return the kernel's arguments for stochastic rounding of moments.
 
     The random numbers depend on the element and the step, not on how the tensor is cut.
     """

@@ -65,7 +65,7 @@ class PlanContext:
         return Simulator(profile, self.shards, self.workload).forecast(plan, clipped=clipped)
 
     def problem(self, options: PlanOptions, *, profile: Profile | None) -> PlanProblem:
-        """Return the problem of another plan of this rank."""
+        """Return the planning problem of this rank with these options and this profile."""
         return PlanProblem(
             self.shards,
             options,
@@ -137,7 +137,7 @@ def blocks_of(
 def workload_of(
     model: nn.Module, blocks: Blocks, batch: Mapping[str, Any], torch_device: torch.device = CPU
 ) -> BatchWorkload:
-    """Return what a batch of these shapes requires of a plan, if blocks run on this device."""
+    """Return the workload of a batch with these shapes, if blocks run on this device."""
 
     def in_tiles(tokens: int) -> BatchWorkload:
         """Return the workload of a batch whose blocks run in tiles.

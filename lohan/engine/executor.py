@@ -370,7 +370,7 @@ class Executor:
             self.collector.accumulated = None
 
     def _on_part_done(self) -> None:
-        """End a backward that is not a step: its gradients are added to those before it."""
+        """End a backward that is only a part of a step, and add its gradients to the sums."""
         with self.guarded():
             self.collector.accumulate_rest()
             self.scheduler.pause()

@@ -87,8 +87,8 @@ class StepCollectives:
     ) -> dict[int, torch.Tensor]:
         """Return the sum over all ranks of this rank's shard, and clear `grads`.
 
-        Called on the net lane. The memory of `grads` belongs to compute's stream, which may reuse
-        it as soon as it is free, while the net stream still has to read it.
+        Called on the net lane. The memory of `grads` belongs to compute's stream. It is recorded as
+        used by the net stream, so compute does not reuse it before the net stream has read it.
         """
         rows = pack(self._groups[number], grads, self.process_group.ranks, device.torch_device)
         device.record_stream("net", list(grads.values()))
@@ -119,7 +119,7 @@ class StepCollectives:
     # -- agreement of the ranks --------------------------------------------------------------------
 
     def late_groups(self, collectives_checksum: int, numbers: list[int]) -> list[int]:
-        """Return the groups with gradients on some rank that no schedule reduces.
+        """Return the groups that have gradients on some rank but are not reduced by a schedule.
 
         `collectives_checksum` covers the collectives that this rank has called, and must be equal
         on all ranks.

@@ -231,7 +231,7 @@ class LoggedGradients:
     def read(
         self, number: int, chunk: int, buffer: int, *, last_only: bool = False
     ) -> Iterator[LogTicket]:
-        """Submit reads of a chunk's gradients of all live steps, or of the last one only."""
+        """Submit reads of a chunk's gradients in all live steps, or only in the last step."""
         group, cut = self._groups[number], self._chunks[number][chunk]
         self._staged[buffer] = steps = self._live[-1:] if last_only else list(self._live)
         for place, step in enumerate(steps):

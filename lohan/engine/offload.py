@@ -83,7 +83,7 @@ class Pack:
 
 @dataclass
 class _Spilled:
-    """A call whose activations are on SSD: the pack of its inputs, then those of its slices."""
+    """A call whose activations are on SSD: the pack of its inputs, then the packs of its slices."""
 
     call: weakref.ref[SavedCall]
     packs: list[Pack]

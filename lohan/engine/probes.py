@@ -56,7 +56,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of the measured block and head, which represent those of a model."""
+    """The sizes of the measured block and head, which stand for the block and head of a model."""
 
     hidden: int = 1024
     inner: int = 2816
@@ -200,7 +200,7 @@ class BlockProbe:
         return computed_s(self._device, run)
 
     def backward_s(self, tokens: int) -> float:
-        """Return the seconds of backward, without those of the forward before it."""
+        """Return the seconds of a backward, excluding the forward before it."""
         x, weights = self._input(tokens).requires_grad_(), next(self._weights)
         leaves = [leaf.detach().requires_grad_() for leaf in weights.leaves()]
         outputs: list[torch.Tensor] = []
@@ -456,7 +456,7 @@ def requests(kind: str, count: int) -> Iterator[tuple[str, int]]:
     """Yield the requests of one pass.
 
     Each chunk is read or written once. In the pattern of a step ("mixed"), all chunks are read and
-    written, and those with weights are read twice.
+    written, and chunks with weights are read twice.
     """
     for index in range(count):
         if kind in ("read", "mixed"):
@@ -674,9 +674,9 @@ WIDE, WIDE_FROM = Sizes(hidden=4096, inner=11008, heads=32, vocabulary=32000, co
 
 
 def effort_for(device: Device, model: ModelShape | None = None) -> Effort:
-    """Return the effort for blocks as wide as those of the model.
+    """Return the effort for blocks with the width of the model's blocks.
 
-    Without a model, the width is that of the models for which such a device is used.
+    Without a model, the width is typical of the models that are trained on such a device.
     """
     if model is not None:
         return Effort(sizes=_fitting(Sizes.of(model), device, model.name))

@@ -77,8 +77,8 @@ class ActionScheduler:
     def enter_inference(self) -> None:
         """Schedule a whole forward without gradients.
 
-        Its expected order is that of the last such forward or, without one, of training. If the
-        forward runs in another order, weights are loaded on demand.
+        Its expected order is that of the last such forward or, if there was none, that of training.
+        If the forward runs in another order, weights are loaded on demand.
         """
         self._last_inference, self._inference_sites = (
             tuple(self._inference_sites) or self._last_inference,

@@ -89,7 +89,7 @@ class Session:
         self._earlier_counters = Counters(0, 0)  # bytes of activations under earlier plans
 
     def _start(self, plan: Plan) -> None:
-        """Create executor and head for a plan, and apply the settings of the previous ones.
+        """Create executor and head for a plan, with the settings of the previous executor and head.
 
         The last norm is also kept.
         """
@@ -130,7 +130,7 @@ class Session:
 
     @contextmanager
     def handing_over(self) -> Iterator[None]:
-        """End this session when the body has attached its model to another one.
+        """End this session when the body has attached its model to another session.
 
         If the body raises an error, this session continues with its plan.
         """
@@ -165,7 +165,7 @@ class Session:
 
     @property
     def must_run_again(self) -> bool:
-        """Whether the last backward was that of a clipped step that must be rerun.
+        """Whether the last backward belonged to a clipped step that must be rerun.
 
         The training loop then has to run the same batch again; see `OffloadPolicy.run_again`.
         """
@@ -181,9 +181,10 @@ class Session:
     ) -> torch.Tensor:
         """Run forward and backward of a batch as one step, and return its loss, detached.
 
-        `loss` computes the loss of a batch. By default the model is called with the batch (a
-        dict, a tuple or a tensor), and its output is the loss or has one. If the step is clipped
-        and has to be run again, this is done here, from the same random state.
+        `loss` computes the loss of a batch. By default the model is called with the batch (a dict,
+        a tuple or a tensor). An error is raised unless its output is the loss or has an attribute
+        `loss`. If the step is clipped and must be run again, this method runs it again from the
+        same random state.
         """
         compute = self._loss if loss is None else loss
         device = self.executor.device
@@ -323,7 +324,7 @@ class Session:
             yield
 
     def make_room_for_sums(self) -> None:
-        """Follow a plan that leaves host memory for sums of gradients, if this one does not.
+        """Follow a plan that leaves host memory for sums of gradients, if the current one does not.
 
         A plan that was given to `attach`, or whose forward has begun, is kept.
         """
@@ -454,7 +455,7 @@ class Session:
             self._start(plan)
 
     def _stop(self) -> None:
-        """Give the model's modules their own forward again.
+        """Restore the original forward of the model's modules.
 
         If this is interrupted, `close` calls it again.
         """

@@ -1,4 +1,4 @@
-"""The steps in flight: the one that the model runs, and those whose end is still queued.
+"""The steps in flight: the step that the model runs, and steps whose end is still queued.
 
 A step begins with a forward. After its backward, it is closed: its decision is made, and its
 remaining updates and its commit are queued. It is then the previous step, and the model may already
@@ -52,7 +52,7 @@ class Decision(Enum):
 
 @dataclass(frozen=True)
 class Factor:
-    """The number by which clipping multiplies the gradients of a step, and the norm behind it."""
+    """The factor by which clipping multiplies the gradients of a step, and the norm of the step."""
 
     clip_factor: float
     norm: float
@@ -235,7 +235,7 @@ class Clipping:
 
     @property
     def must_rerun(self) -> bool:
-        """Whether the last backward was that of a clipped step, which must be rerun."""
+        """Whether the last backward belonged to a clipped step that must be rerun."""
         return self.steps.current.first_run is not None
 
     @property

@@ -327,7 +327,7 @@ class _SaveMerged(_SavePretrained):
 
 
 def save_into(target: Path, stored: StoredWeights, *, merged: bool = False, **how: Any) -> None:
-    """Add the files of an export to a folder, and replace those that were saved there before.
+    """Add the files of an export to a folder, replacing files that were saved there before.
 
     With several ranks, all of them call this, and the first writes.
     """

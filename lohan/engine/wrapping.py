@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class WrappedSite:
-    """The replacement of one module's forward, which is all that changes in the module."""
+    """The replacement of one module's forward. Nothing else in the module is changed."""
 
     def __init__(self, executor: Executor, number: int, site: Site, module: nn.Module) -> None:
         self.number, self.name, self.site = number, site.name, site
@@ -70,7 +70,7 @@ class WrappedSite:
         module.forward = self
 
     def refresh(self) -> None:
-        """Apply changes by the user to which parameters are frozen."""
+        """Apply the user's changes to the set of frozen parameters."""
         frozen = self.executor.watched.frozen
         self._takes_grad = [
             trainable and (group, index) not in frozen
@@ -166,7 +166,7 @@ class WrappedSite:
             self.executor.sites_with_weights.remove(self)
 
     def within(self, other: WrappedSite) -> bool:
-        """Return whether the site is the other one or a part of it."""
+        """Return whether this site is `other` or a part of `other`."""
         return self is other or self.site.name.startswith(f"{other.site.name}.")
 
 
@@ -191,9 +191,9 @@ def hidden_tensors(leaf: Any, depth: int = 3) -> Iterator[torch.Tensor]:
 class Uses:
     """The groups that a forward call will use again in its backward.
 
-    Each use is counted by the sink, so that the last one of a step is known. It ends with the
-    backward of the call, or when `owner` is freed because the graph is dropped. The end of the
-    step, or its roll-back, ends all uses that are left.
+    The sink counts the uses, so it detects the last use in a step. A use ends with the backward of
+    the call, or when `owner` is freed because the graph is dropped. The end of the step, or its
+    roll-back, ends all uses that are left.
     """
 
     def __init__(self, executor: Executor, groups: tuple[str, ...], owner: object) -> None:
@@ -458,7 +458,7 @@ NamedGrads = Mapping[str, torch.Tensor | None]
 
 
 class FirstCalls:
-    """The comparison of the first calls of blocks with plain ones; `sites` are to be checked."""
+    """Compares the first call of each block in `sites` with a plain call."""
 
     def __init__(self, sites: Collection[str] = ()) -> None:
         self._unchecked = set(sites)
@@ -521,7 +521,7 @@ def _differs(name: str, what: str, how: str) -> ModelError:
 def plain_gradients(
     run: Callable[[], Any], leaves: Mapping[str, torch.Tensor], grads: Sequence[torch.Tensor | None]
 ) -> NamedGrads:
-    """Return the gradients of the leaves in a plain call; `grads` are those of its results."""
+    """Return the gradients of the leaves, given the gradients `grads` of a plain call's results."""
     with torch.enable_grad():
         out = tensors_in(run())
     pairs = [(o, g) for o, g in zip(out, grads, strict=True) if o.requires_grad and g is not None]

@@ -77,7 +77,8 @@ class BlockShape:
     def work(self, temporaries: float) -> float:
         """Return the approximate number of elements that backward uses besides the input.
 
-        These are all activations, temporaries as a multiple of them, and the output gradient.
+        These are all activations, the temporaries (given as a multiple of the activations), and the
+        output gradient.
         """
         inside = self.elements - self.input_elements
         return inside + self.elements * temporaries + self.input_elements

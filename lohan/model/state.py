@@ -121,7 +121,7 @@ def _lay_out_packed(
 
 
 def dequantised_bytes(blocks: Blocks, weight_bytes: int) -> int:
-    """Return the memory of the largest call's packed weights after dequantisation."""
+    """Return the largest number of bytes that one call needs for its dequantised weights."""
     sites = [[blocks.by_key[key].dequantised for key in site.groups] for site in blocks.sites]
     return align_up(max(map(sum, sites), default=0) * weight_bytes, PAGE)
 
@@ -323,7 +323,7 @@ def state_key(group: FlatGroup) -> str:
 
 
 def exact_key(group: FlatGroup) -> str:
-    """Return the key of the region that holds the rounded-off part of a frozen group's weights."""
+    """Return the key of the region that holds what rounding removed from a frozen group."""
     return f"x/{group.key}"
 
 
@@ -416,7 +416,7 @@ class StoredModel:
 def stored_model(meta: Mapping[str, Any], held: Sequence[Region]) -> StoredModel:
     """Return the model that a manifest describes, after comparing it with the store's regions.
 
-    The comparison ensures that every chunk exists and has the expected size.
+    An error is raised unless every chunk exists and has the expected size.
     """
     state_format, chunk_params = stored_state_format(meta), stored(meta, "chunk_params", int)
     ranks = RankInfo(stored(meta, "rank", int, 0), stored(meta, "world", int, 1))

@@ -301,8 +301,8 @@ def _block_work(
 def _norm_bytes(memory: MemoryModel, plan: Plan) -> int:
     """Return the bytes of device memory that the norm reads for each gradient.
 
-    The result is 0 on a CPU, which sums the squares right after it computed a gradient, and for
-    several ranks, which sum them on the net lane.
+    The result is 0 on a CPU, because it sums the squares right after computing a gradient, and for
+    several ranks, because the net lane sums the squares.
     """
     on_device = memory.has_own_memory and plan.world == 1
     return memory.gradient_width if gate_of(plan) is Gate.NORM and on_device else 0

@@ -119,8 +119,8 @@ class Simulator:
     def forecast(self, plan: Plan, *, clipped: bool = False, rough: bool = False) -> Forecast:
         """Return the forecast of a plan if every step is `clipped`, or if none is.
 
-        A `rough` forecast joins chunks of a model with many of them. It is used to compare plans.
-        Chunks of a model with very many of them are always joined.
+        A `rough` forecast, which is used to compare plans, joins chunks if there are many. If there
+        are very many, every forecast joins them.
         """
         if not rough:
             return self._simulated(plan, clipped=clipped, rough=False)
@@ -302,10 +302,11 @@ def _timed(
 
 
 def _lost(profile: Profile, timeline: Timeline) -> dict[str, float]:
-    """Return the share of its speed that each action of the last step loses to concurrent ones.
+    """Return, for each action of the last step, the share of speed lost to concurrent actions.
 
-    Compute and updates are slowed down by I/O, and I/O by them. Actions that run beyond the end of
-    the last step are represented by the corresponding actions of the step before it.
+    I/O slows down compute and updates, and compute and updates slow down I/O. Actions that run
+    beyond the end of the last step are represented by the corresponding actions of the step before
+    it.
     """
     stop = timeline.step_ends[-1]
     start, cores, drives = stop - timeline.step_s, ("compute", "optimizer"), ("ssd",)

@@ -192,9 +192,9 @@ class PlanRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class MachineProblem:
-    """A model shape or a traced model, a machine, and the memory of one rank.
+    """A model shape or a traced model, a machine, and a memory budget.
 
-    Memory, blocks and workload are those of one rank.
+    Budget, blocks and workload are those of one rank.
     """
 
     model: str

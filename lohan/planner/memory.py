@@ -85,8 +85,9 @@ def _first_calls(calls: Sequence[Call]) -> dict[str, int]:
 def _forward(calls: Sequence[Call], rules: Rules) -> Iterator[HeldBytes]:
     """Yield the bytes that are held in forward, at each call.
 
-    They matter only if activations move to SSD: otherwise backward holds as much and needs more
-    memory for its work. Held gradients of a group are consumed before the group is needed.
+    The peak can be in forward only if activations move to SSD. Otherwise backward holds as much,
+    and needs more memory for its work. The held gradients of a group are consumed before the group
+    is needed.
     """
     sizes = {group.key: group.numel for call in calls for group in call.groups}
     first = _first_calls(calls)
@@ -416,8 +417,8 @@ class DeviceMemoryModel:
                 stream=host.stream,
                 outside=host.footprint.outside,
                 head=host.head_work(plan),
-                # They are gradients of the whole batch, while the work of a block includes those of
-                # a slice.
+                # Backward holds two gradients of hidden states for the whole batch. The work of a
+                # block includes the part of one slice.
                 other_slices=2 * int((1 - host.slice) * host.stream),
                 head_gradients=0 if plan.head_alone else plan.world * self._gradients_of(head),
                 groups=plan.device_grads,
@@ -764,7 +765,7 @@ class MemoryModel:
 
     @cached_property
     def head(self) -> Site | None:
-        """The site of the head: the last one that uses its group, which the embedding may share."""
+        """The site of the head, which is the last site if it shares a group with the embedding."""
         key = self.workload.head_group if self.workload is not None else None
         sites = [site for site in self.blocks.sites if key in site.groups]
         return sites[-1] if sites else None
@@ -908,8 +909,8 @@ class MemoryModel:
             moved=inputs + kept if moved else 0,
             forward=site.forward_bytes,
             work=max(0, site.peak_bytes - kept // self.slices),
-            # They are gradients of the whole batch, while the work of a block includes those of a
-            # slice.
+            # Backward holds two gradients of hidden states for the whole batch. The work of a
+            # block includes the part of one slice.
             streams=2 * (self.stream - self.stream // self.slices),
         )
 

@@ -594,7 +594,7 @@ def _best_level(
     """Return the forecast of the fastest level of activations that the search finds.
 
     The search simulates levels over the whole range, or the levels `near` if there are any, and
-    then the neighbours of the best one.
+    then the neighbours of the best level.
     """
     at = kept_levels.index(best.plan.kept) if best.plan.kept in kept_levels else 0
     seen = set[int]()

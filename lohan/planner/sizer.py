@@ -161,8 +161,8 @@ class GreedyFill:
     def cache_state(self, plan: Plan) -> Plan:
         """Cache as many state chunks as fit: the first ones, or spread evenly if `_spreads`.
 
-        With a log, only groups whose weights are cached qualify: the others begin every step with
-        their last full state.
+        With a log, state is cached only for groups whose weights are cached, because all other
+        groups begin every step with their last full state.
         """
         in_memory = {group.key for group in self._memory.blocks.groups if group.resident}
         in_memory.update(plan.host_cached_weights)

@@ -235,7 +235,7 @@ def _host_copy(index: int, at: At) -> Resource:
 
 
 class Op:
-    """All operations. F, B and E run on the caller's thread."""
+    """The table of all operations. The caller's thread runs F, B and E; lanes run the others."""
 
     FORWARD = Operation(
         "F",

@@ -599,7 +599,7 @@ class _GradientRooms:
             self._device += 1
 
     def freed(self) -> list[Effect]:
-        """Return the host room that the last update or spill of a group frees."""
+        """Return the effect on the host room that the last update or spill of a group frees."""
         room = ("gradient room", self._host % self._spec.grads)
         self._host += 1
         return [(room, READ, WHOLE)]
