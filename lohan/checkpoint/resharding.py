@@ -121,12 +121,22 @@ def current_set(sets: Sequence[StoreSet], *, wanted: int | None = None) -> Store
     return max(whole, key=lambda entry: entry[:2])[2] if whole else None
 
 
+Fold = Callable[[Store], object]
+
+
 @contextmanager
-def open_set(stores: StoreSet) -> Iterator[tuple[Store, ...]]:
-    """Open all stores of a set for reading, at the commit that they agree on."""
+def open_set(stores: StoreSet, *, fold: Fold | None = None) -> Iterator[tuple[Store, ...]]:
+    """Open all stores of a set for reading, at the commit that they agree on.
+
+    `fold` writes the logged steps of a run that was killed into each store. Without it, stores with
+    such steps are refused.
+    """
     with ExitStack() as opened:
         if stores.world > 1:
             _recover(stores)
+        for dirs in () if fold is None else stores.dirs:
+            with Store.open(dirs, replays=True) as store:
+                fold(store)
         opening = (Store.open(dirs, with_scratch=False) for dirs in stores.dirs)
         yield tuple(map(opened.enter_context, opening))
 
@@ -162,6 +172,7 @@ def reshard_to_world(
     *,
     note: Callable[[str], None] = lambda text: None,
     progress: OnProgress = lambda done, total: None,
+    fold: Fold | None = None,
 ) -> None:
     """Reshard a run's stores for `world` ranks, unless they already have that number.
 
@@ -190,16 +201,20 @@ def reshard_to_world(
             other.remove()
     if current.world != world:
         note(f"the state of {current.describe()} is resharded for {world}")
-        reshard(current, set_of(folders_of, name, world), progress=progress)
+        reshard(current, set_of(folders_of, name, world), progress=progress, fold=fold)
         current.remove()
 
 
 def reshard(
-    old: StoreSet, new: StoreSet, *, progress: OnProgress = lambda done, total: None
+    old: StoreSet,
+    new: StoreSet,
+    *,
+    progress: OnProgress = lambda done, total: None,
+    fold: Fold | None = None,
 ) -> None:
     """Create, fill and commit the stores of `new` with the state of `old`."""
     new.remove()  # Remove what an interrupted attempt has left.
-    with open_set(old) as sources, ExitStack() as opened:
+    with open_set(old, fold=fold) as sources, ExitStack() as opened:
         source = _Source(sources)
         targets = []
         for dirs, ranks in zip(new.dirs, RankInfo(world=new.world).all(), strict=True):

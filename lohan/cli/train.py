@@ -253,6 +253,7 @@ def export_run(
     from lohan.checkpoint.train_state import TrainState, restore_buffers
     from lohan.data.text import chosen_template
     from lohan.engine.export import export_merged, export_store
+    from lohan.engine.logged import fold_log
     from lohan.model.state import stored_state_format
     from lohan.train.inputs import task_of
     from lohan.train.model_card import model_card
@@ -263,7 +264,10 @@ def export_run(
     if merge and not config.train.lora:
         raise ConfigError(f"--merge: {run} has trained all weights, not an adapter; leave it out")
     check_export_to(folder, config, out)
-    with display(stderr=quiet) as shown, open_set(stores_of(folder, config)) as stores:
+    with (
+        display(stderr=quiet) as shown,
+        open_set(stores_of(folder, config), fold=fold_log) as stores,
+    ):
         meta = stores[0].meta
         stored_dtype = stored_state_format(meta).name
         trained = task_of(config).load(config, dtype=stored_dtype)
@@ -302,6 +306,7 @@ def export_as_lora(
     from lohan.checkpoint.resharding import open_set
     from lohan.checkpoint.store_io import source_of, store_reader
     from lohan.checkpoint.train_state import TrainState
+    from lohan.engine.logged import fold_log
     from lohan.model.state import STATE_FORMATS, stored_state_format
     from lohan.train.inputs import task_of
     from lohan.train.model_card import model_card
@@ -312,7 +317,10 @@ def export_as_lora(
     if config.train.lora:
         raise ConfigError(f"--as-lora: {run} has trained an adapter already; leave it out")
     check_export_to(folder, config, out)
-    with display(stderr=quiet) as shown, open_set(stores_of(folder, config)) as stores:
+    with (
+        display(stderr=quiet) as shown,
+        open_set(stores_of(folder, config), fold=fold_log) as stores,
+    ):
         stored_dtype = stored_state_format(stores[0].meta).name
         model = task_of(config).load(config, dtype=stored_dtype)
         step = TrainState.of(stores[0].meta).step

@@ -30,6 +30,7 @@ from lohan.checkpoint.safetensors import STEMS, ReadFlat
 from lohan.checkpoint.sources import ModuleSource, element_ranges
 from lohan.checkpoint.store_io import overwrite, source_of, store_reader
 from lohan.engine.export import export_merged, export_store
+from lohan.engine.logged import fold_log
 from lohan.engine.session import Session
 from lohan.engine.user_code import WeightRead, read_weight, watch_torch
 from lohan.errors import BudgetError, ConfigError, ModelError, StoreError
@@ -113,8 +114,9 @@ class StoredWeights:
         elif self._opened is not None:
             yield self._opened
         elif (self.dirs[0] / IDENTITY).exists():
-            with Store.open(self.dirs) as self._opened:
+            with Store.open(self.dirs, replays=True) as self._opened:
                 try:
+                    fold_log(self._opened)  # The session may have ended without a commit.
                     yield self._opened
                 finally:
                     self._opened = None

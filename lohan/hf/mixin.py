@@ -723,7 +723,8 @@ class LohanMixin(OutputStore):
     def _go_back(self) -> None:
         """Set the store to the state of the checkpoint that training resumes from."""
         if self._rewind is not None:
-            with Store.open(self._store_dirs()) as store:
+            # Logged steps are later than the checkpoint, so they are dropped.
+            with Store.open(self._store_dirs(), replays=True) as store:
                 rewind(store, self._rewind)
             self._rewind = None
 

@@ -125,6 +125,11 @@ def _check_options(plan: Plan, options: PlanOptions) -> None:
             f"plan: it logs gradients, with overlap = {plan.overlap} and update_mode = "
             f"{plan.update_mode!r}; a log needs overlap and {' or '.join(LOGGED_MODES)}, {AGAIN}"
         )
+    if plan.log_gradients and plan.commit != Interval(plan.log_gradients, 0.0):
+        raise ConfigError(
+            f"plan: log_gradients is {plan.log_gradients}, and commit is {_text(plan.commit)}; a "
+            f"log is folded every {plan.log_gradients} steps, {AGAIN}"
+        )
     held_on_ssd = plan.spilled_gradients and not plan.log_gradients
     if held_on_ssd and options.gradients_on_ssd is False:
         raise ConfigError(

@@ -37,6 +37,7 @@ from lohan.store.manifest import (
     step_of,
 )
 from lohan.store.store import Status, Store
+from lohan.util.units import counted
 
 _DEPTH = 3
 
@@ -279,6 +280,11 @@ def snapshot(
         raise StoreError(
             f"a snapshot of {store.dirs[0]} needs a clean store, this one is"
             f" {store.status.value}; commit(clean=True) first"
+        )
+    if store.log is not None and store.log.live:
+        raise StoreError(
+            f"a snapshot of {store.dirs[0]} would lack {counted(len(store.log.entries), 'step')} "
+            "that only the log of gradients contains; call session.commit() first"
         )
     folder = Path(target).absolute()
     partial, old = _partial(folder), _old(folder)

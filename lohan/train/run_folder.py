@@ -672,12 +672,15 @@ def _without_store(folder: RunFolder, config: Config) -> str:
 
 def reshard_stores(folder: RunFolder, config: Config, world: int, display: Display) -> None:
     """Reshard the run's stores to `world` ranks, before the run resumes."""
+    from lohan.engine.logged import fold_log  # imported here because it imports torch
+
     reshard_to_world(
         partial(folder.ssd_folders, config),
         folder.store_name(config),
         world,
         note=display.note,
         progress=lambda done, total: display.advance("resharding", done, total),
+        fold=fold_log,
     )
 
 

@@ -29,6 +29,7 @@ from lohan.checkpoint.train_state import restore_buffers
 from lohan.device.choose import open_device
 from lohan.engine.attach import device_overhead, load, make_executor
 from lohan.engine.context import PlanContext, blocks_of
+from lohan.engine.logged import fold_log
 from lohan.engine.policies import Budget
 from lohan.engine.session import Session
 from lohan.errors import BudgetError, ConfigError, StoreError
@@ -117,7 +118,7 @@ def open_stream(
         room = opened.memory_bytes() if opened.has_own_memory else None
         stores: tuple[Store, ...] = ()
         if source.stores is not None:
-            stores = undo.enter_context(open_set(source.stores))
+            stores = undo.enter_context(open_set(source.stores, fold=fold_log))
             held = stored_model(stores[0].meta, stores[0].regions)
             dtype = held.state_format.name
         dtype = dtype or own_dtype(source.folder)

@@ -11,16 +11,18 @@ import pytest
 import torch
 
 import lohan
+from lohan.checkpoint.resharding import reshard_to_world
 from lohan.device.emulated import EmulatedDevice
 from lohan.engine.logged import fold_log
-from lohan.errors import ConfigError
+from lohan.errors import ConfigError, StoreError
 from lohan.model.layout import RESIDENT, Blocks
 from lohan.model.machine import Drive, Profile
 from lohan.model.options import LOG_CHOICES
 from lohan.model.plan import Plan
 from lohan.planner.planner import make_plan
+from lohan.store.admin import rewind, snapshot
 from lohan.store.store import Store
-from lohan.util.units import MiB
+from lohan.util.units import Interval, MiB
 from tests.support.delayed_runs import (
     CHUNK,
     Result,
@@ -367,6 +369,91 @@ def test_a_store_with_logged_steps_is_folded_by_a_tool(
     assert not (dirs / "log.bin").exists()
     with attached(net("tied"), place, engine="threads", resume=True) as resumed:
         assert stored_bytes(resumed) == expected.stored
+
+
+def left_live(place: Path, steps: int) -> dict[str, bytes]:
+    """Leave a store whose log has steps, as a killed run does; return what they are to give."""
+    dataset, at = data(steps, kind="tied"), place / "logged"
+    session = attached(net("tied"), at, budget=budget(at, 4), engine="threads")
+    for batch in dataset:
+        session.model(**batch).backward()
+    session.flush()
+    assert session.store.log is not None and session.store.log.live
+    session.close(flush=False)
+    expected = train(net("tied"), dataset, place / "plain", overlap=False)
+    return expected.stored
+
+
+def test_weights_are_read_after_a_session_that_ended_without_a_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuned(monkeypatch, LoggedTuning())
+    place, batches = tmp_path / "logged", data(4, kind="tied")
+    model, plain = net("tied"), net("tied")
+    session = attached(model, place, budget=budget(place, 4), engine="threads")
+    with attached(plain, tmp_path / "plain", overlap=False) as expected:
+        for batch in batches:
+            model(**batch).backward()
+            plain(**batch).backward()
+        session.flush()
+        assert session.store.log is not None and session.store.log.live
+        session.close(flush=False)
+        actual, wanted = model.state_dict(), plain.state_dict()
+        assert all(torch.equal(actual[name], tensor) for name, tensor in wanted.items())
+        assert expected.step == 4
+
+
+def test_a_killed_run_is_resharded_after_its_last_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuned(monkeypatch, LoggedTuning())
+    expected = left_live(tmp_path, 4)
+
+    def folders(rank: int) -> list[Path]:
+        return [tmp_path / "logged"]
+
+    with pytest.raises(StoreError, match="not all steps are in the weights"):
+        reshard_to_world(folders, "lohan-store", 2)
+    for world in (2, 1):
+        reshard_to_world(folders, "lohan-store", world, fold=fold_log)
+    place = tmp_path / "logged"
+    with attached(net("tied"), place, engine="threads", resume=True) as resumed:
+        assert resumed.step == 4 and stored_bytes(resumed) == expected
+
+
+def test_a_snapshot_is_of_the_last_step_or_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuned(monkeypatch, LoggedTuning())
+    place, copy, batches = tmp_path / "logged", tmp_path / "copy", data(6, kind="tied")
+    session = attached(net("tied"), place, budget=budget(place, 4), engine="threads")
+    for batch in batches[:4]:
+        session.model(**batch).backward()
+    session.flush()
+    with pytest.raises(StoreError, match=r"would lack \d steps? .* call session.commit"):
+        snapshot(session.store, copy)
+    expected = stored_bytes(session)
+    snapshot(session.store, copy)
+    for batch in batches[4:]:
+        session.model(**batch).backward()
+    session.flush()
+    assert session.store.log is not None and session.store.log.live
+    session.close(flush=False)
+    # A return to the snapshot drops the logged steps, which are later.
+    with Store.open(place / "lohan-store", engine="threads", replays=True) as store:
+        rewind(store, copy)
+    with attached(net("tied"), place, engine="threads", resume=True) as resumed:
+        assert resumed.step == 4 and stored_bytes(resumed) == expected
+
+
+@pytest.mark.parametrize(("steps", "commit"), [(3, 10), (-1, 1)])
+def test_refuses_a_given_plan_whose_intervals_differ(
+    tmp_path: Path, steps: int, commit: int
+) -> None:
+    with attached(net("plain"), tmp_path / "a", budget=budget(tmp_path / "a", 3)) as session:
+        plan = replace(session.plan, log_gradients=steps, commit=Interval(commit))
+    with pytest.raises(ConfigError, match=f"log_gradients is {steps}, and commit is"):
+        attached(net("plain"), tmp_path / "b", budget=budget(tmp_path / "b", "auto"), plan=plan)
 
 
 @pytest.mark.parametrize(
