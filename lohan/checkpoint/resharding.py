@@ -134,9 +134,10 @@ def open_set(stores: StoreSet, *, fold: Fold | None = None) -> Iterator[tuple[St
     with ExitStack() as opened:
         if stores.world > 1:
             _recover(stores)
-        for dirs in () if fold is None else stores.dirs:
-            with Store.open(dirs, replays=True) as store:
-                fold(store)
+        if fold is not None:
+            for dirs in stores.dirs:
+                with Store.open(dirs, replays=True) as store:
+                    fold(store)
         opening = (Store.open(dirs, with_scratch=False) for dirs in stores.dirs)
         yield tuple(map(opened.enter_context, opening))
 
