@@ -294,10 +294,13 @@ def without_views(args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Return the arguments of a call with ordinary tensors in the place of read-only views."""
     if not any(isinstance(leaf, ParameterView) for leaf in pytree.tree_leaves((args, kwargs))):
         return args, kwargs
-    plain: tuple[Any, Any] = pytree.tree_map_only(
-        ParameterView, lambda view: view.as_subclass(torch.Tensor), (args, kwargs)
-    )
+    plain: tuple[Any, Any] = pytree.tree_map_only(ParameterView, without_view, (args, kwargs))
     return plain
+
+
+def without_view(leaf: Any) -> Any:
+    """Return a read-only view as an ordinary tensor, and any other value as it is."""
+    return leaf.as_subclass(torch.Tensor) if isinstance(leaf, ParameterView) else leaf
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -439,6 +442,8 @@ def _no_node(one: AttachedParameter) -> ModelError:
 
 def lacks_values(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is a placeholder, or any other tensor on the meta device."""
+    if type(tensor) is torch.Tensor:  # The usual case. Parameters have a slow `isinstance`.
+        return tensor.is_meta
     return isinstance(tensor, OffloadedParameter) or tensor.is_meta
 
 

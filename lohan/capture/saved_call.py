@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from lohan.capture.placeholders import without_view
 from lohan.capture.slicing import Cut
 from lohan.device.base import Device
 from lohan.errors import ModelError
@@ -212,7 +213,7 @@ def with_writes(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a block's forward so that it also returns what it wrote to wrapped mappings."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if not any(isinstance(value, SharedMapping) for value in (*args, *kwargs.values())):
+        if SharedMapping not in map(type, (*args, *kwargs.values())):
             return forward(*args, **kwargs)
         unwrapped_mappings: list[tuple[Any, dict[Any, Any]]] = []
 
@@ -233,7 +234,9 @@ def with_writes(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_mapping(value: Any) -> bool:
-    return type(value) is dict or isinstance(value, UserDict)
+    kind = type(value)
+    # The check of plain types comes first, because `isinstance` with an abstract class is slow.
+    return kind is dict or (kind not in PLAIN and isinstance(value, UserDict))
 
 
 def _wrapped(value: Any) -> Any:
@@ -313,9 +316,11 @@ class SavedCall:
     def __init__(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.name = name
         self._leaves, self._spec = flatten((args, kwargs))
-        if any(map(is_prefix, self._leaves)):
+        # Most calls have plain leaves only, and this runs for every call of every block.
+        if not PLAIN.issuperset(map(type, self._leaves)):
             shown = [Prefix(leaf) if is_prefix(leaf) else leaf for leaf in self._leaves]
             self._leaves, self._spec = flatten(unflatten(shown, self._spec))
+            self._leaves = list(map(without_view, self._leaves))
         self._where = [i for i, leaf in enumerate(self._leaves) if isinstance(leaf, torch.Tensor)]
         self.tensors: list[torch.Tensor] = [self._leaves[i] for i in self._where]
         self.wants_grad = [t.requires_grad for t in self.tensors]

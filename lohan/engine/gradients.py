@@ -486,6 +486,8 @@ class GradientCollector:
         self, number: int, grads: dict[int, torch.Tensor]
     ) -> dict[int, torch.Tensor]:
         """Run the user's hooks over the complete gradients of one backward."""
+        if not self.hooked:
+            return grads
         key = self._blocks.groups[number].key
         for index in [index for index in grads if (key, index) in self.hooked]:
             parameter = self.hooked[key, index]

@@ -92,9 +92,10 @@ class WrappedSite:
         executor = self.executor
         if any(map(self.within, executor.sites_with_weights)):
             return self.original(*args, **kwargs)
-        args, kwargs, mappings = wrap_mappings(*without_views(args, kwargs))
         if not torch.is_grad_enabled():
+            args, kwargs, mappings = wrap_mappings(*without_views(args, kwargs))
             return write_back_mappings(executor.block_runner.evaluate(self, args, kwargs), mappings)
+        args, kwargs, mappings = wrap_mappings(args, kwargs)
         return write_back_mappings(self._train(args, kwargs), mappings)
 
     def _train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -144,7 +145,7 @@ class WrappedSite:
         that of PEFT for experts, restores what it finds. With `with_graph`, each tensor
         states whether it takes a gradient, which determines what autograd saves.
         """
-        for parameters, attribute, *_ in self._parameters:
+        for parameters, attribute, _, _ in self._parameters:
             if attribute not in parameters:
                 raise ModelError(
                     f"{attribute} of a module in block {self.site.name} was removed or renamed "

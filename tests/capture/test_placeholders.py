@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from lohan.capture.placeholders import lacks_values
+from lohan.capture.placeholders import ParameterView, lacks_values
+from lohan.capture.saved_call import SavedCall
 from lohan.errors import ModelError
 from tests.support.small_models import assert_close, attached, lohan_run, loss_of, plain_run
 from tests.support.unusual_modules import WIDTH, Step
@@ -170,6 +171,9 @@ def test_views_of_parameters_are_read_as_ordinary_tensors(tmp_path):
         assert torch.equal(pickle.loads(pickle.dumps(row)), expected[1])
         assert torch.equal(torch.stack([row, model.entry.weight[1]]).mean(0), expected[1])
         assert torch.equal(row @ model.entry.weight, expected[1] @ expected)
+        assert type(model.gain[:WIDTH]) is type(row) is ParameterView
+        call = SavedCall("block", (row, [row]), {"gain": model.gain[:WIDTH]})
+        assert [type(tensor) for tensor in call.tensors] == [torch.Tensor] * 3
 
 
 def test_values_outside_a_block_are_streamed(model, tmp_path):
