@@ -43,7 +43,7 @@ def outcome_of(
 ) -> PolicyResult:
     """Plan or simulate one step of the system `name` on a machine.
 
-    `clip` applies to `auto` only and defaults to the limit of training; other systems never
+    `clip` applies to `auto` only and defaults to the limit that training uses; other systems never
     clip.
     """
     _check("--update-mode", update_mode, UPDATE_MODES)
@@ -213,8 +213,8 @@ def compare_command(
 ) -> dict[str, Any]:
     """Return what `--json` prints: each policy at every combination of batch, host and drives.
 
-    If one of them has several values, "over" is its name and "at" has the values. If several have,
-    "over" is a list of names and "at" a list of lists.
+    If one of the three has several values, "over" is its name and "at" is the list of its values.
+    If more than one has several values, "over" is a list of names and "at" is a list of lists.
     """
     over, at = _axes({"batch": batches, "host": hosts, "ssds": ssds})
     first = _Case(batches[0], hosts[0] if hosts else None, ssds[0] if ssds else None)
@@ -281,8 +281,8 @@ def title(comparison: dict[str, Any]) -> str:
 def describe_comparison(comparison: dict[str, Any]) -> list[str]:
     """Return a table in which a dash marks what does not fit; the last lines give the reasons.
 
-    Over one option it has a column for each value, over several a row for each combination.
-    Prices of machines are included if they are given.
+    If one option has several values, the table has a column for each value. If several options
+    have, it has a row for each combination. Prices of machines are included if they are given.
     """
     heads = _heads(comparison)
     rows = {name: [_cell(x) for x in values] for name, values in comparison["policies"].items()}

@@ -84,8 +84,8 @@ WIDEST_METAVAR = 16  # Longer lists of choices would leave no room for the help 
 def option(dotted: str, *, panel: str | None = None, default: bool = False) -> Any:
     """Return the command-line option of a setting; `default` adds its default to the help text.
 
-    Without `default` the text names none, because commands other than `lohan train` may have
-    another one. Paths are not checked here, but when they are opened.
+    Without `default`, the help text names no default, because commands other than `lohan train` may
+    have another one. Paths are not checked here but when they are opened.
     """
     info = field_of(dotted)
     is_flag = info.kind.typed is bool
@@ -106,8 +106,8 @@ def settings_options(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Add an option for each of these settings to a command, in panels if it has many.
 
-    The command gets the given values as `overrides`, a dict by setting; values that were not
-    given are None.
+    The command receives the values as `overrides`, a dictionary that maps the names of settings to
+    values. The value of an option that was not given is None.
     """
     order = sorted(dotted, key=list(PANEL_OF).index) if panels else dotted
 

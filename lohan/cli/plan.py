@@ -247,7 +247,7 @@ def _updates(plan: Plan, groups: int) -> str:
 
 
 def _commits(planned: MachinePlan) -> str:
-    """Describe how often a step is committed, what a crash can cost, and what this saves."""
+    """Describe how often steps are committed, what a crash can cost, and what this saves."""
     plan, foreseen = planned.plan, planned.forecast
     if plan.log_gradients:
         return "every step, by its gradients: a crash costs the one in flight"

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from lohan.planner.machine_plan import MachinePlan, PlanRequest
 
 BATCHES = tuple(2**n for n in range(9))
-FAST_SHARE = 0.9  # share of the best speed; larger batches mean fewer steps and more memory
-USUAL_BATCH = 8  # rows; training is usually stable with them, and fewer are a last resort
+FAST_SHARE = 0.9  # share of the best speed from which a batch counts as nearly the fastest
+USUAL_BATCH = 8  # rows; training is usually stable with this many, and fewer are a last resort
 SAMPLED_EXAMPLES = 500  # examples that are tokenised to choose the sequence length
 SEQ, LONGEST = 1024, 8192  # default and largest sequence length, in tokens
 STEPS_PER_PASS = 10  # fewest steps of an epoch
@@ -202,7 +202,7 @@ def _plain_recipe(
     machine: Profile,
     budget: list[str],
 ) -> str:
-    """Return a settings file without a forecast, which exists for language models only."""
+    """Return a settings file without a forecast, because only language models have one."""
     lines = [
         f"# {task} on {machine.name}: lohan train --config {file.name}; --dry-run plans it",
         "",
@@ -260,8 +260,9 @@ def _batches(
 ) -> tuple[dict[int, float], MachinePlan]:
     """Return tokens per second by batch, and the plan for the proposed batch.
 
-    That is the smallest batch of at least USUAL_BATCH rows that is nearly the fastest. If such
-    batches do not fit, or exceed `most`, it is the largest one. Each row has `answers` answers.
+    The proposed batch is the smallest batch of at least USUAL_BATCH rows that is nearly the
+    fastest. If such batches do not fit or exceed `most`, it is the largest batch that does neither.
+    Each row has `answers` answers.
     """
     from dataclasses import replace
 

@@ -371,7 +371,7 @@ def merge_adapter(
     overwrite: bool,
     quiet: bool,
 ) -> dict[str, Any]:
-    """Merge the adapter of a folder into the given base model, or the one that it names."""
+    """Merge a folder's adapter into the given base model, or into the one that it names."""
     from lohan.checkpoint.adapters import named_base
     from lohan.checkpoint.store_io import source_of
     from lohan.engine.attach import load

@@ -127,7 +127,7 @@ class StandIn(nn.Parameter):
 
     @property
     def grad(self) -> None:
-        """None. Once backward has consumed the gradient, user code that reads it is refused."""
+        """Always None. User code that reads it after the gradient was consumed is refused."""
         step = self.groups.step_gradients()
         if step is None or not step.consumed:
             return
@@ -169,7 +169,7 @@ def _needs_values(name: str) -> bool:
 
 
 class NoState(defaultdict[Any, Any]):
-    """The `state` of an optimizer whose moments are in the store: empty, and for torch itself."""
+    """The empty `state` of an optimizer whose moments are in the store; only libraries use it."""
 
 
 def _guarded(name: str) -> Callable[..., Any]:
@@ -326,7 +326,7 @@ class TorchGroups:
     # -- checkpoints ------------------------------------------------------------------------------
 
     def saved(self) -> list[dict[str, Any]]:
-        """Return the groups as a checkpoint keeps them, with what callbacks have written."""
+        """Return the groups in the form that checkpoints store, with changes by callbacks."""
         return self.to_json(self.at(0))
 
     def restore(self, recorded: Any) -> None:

@@ -114,7 +114,7 @@ class OverTokens(LohanMixin):
     over_tokens = True
 
     def _parts(self, inputs: Mapping[str, Any]) -> list[Part]:
-        """Return the inputs of each model call that the loss needs; the first has gradients."""
+        """Return the inputs of each model call of the loss; only the first call has gradients."""
         raise NotImplementedError
 
     def attach(self, inputs: Mapping[str, Any], *, lasting: bool = True) -> Session:

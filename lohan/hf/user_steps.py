@@ -131,7 +131,7 @@ class UserSteps:
 
     @contextmanager
     def unchecked(self) -> Iterator[None]:
-        """Permit an optimizer step without an update, which schedulers require before their own."""
+        """Permit an optimizer step without an update; schedulers require one before they step."""
         self._checks = False
         try:
             yield

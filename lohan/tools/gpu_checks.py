@@ -154,7 +154,7 @@ def waits(bench: Bench) -> CheckResult:
 
 
 def direct_io(bench: Bench) -> CheckResult:
-    """Check that reads from the drive into pinned memory are as fast as others, and correct."""
+    """Check that reads from the drive into pinned memory are correct and as fast as others."""
     opened, size = bench.open(), 256 * MiB if bench.real else 4 * MiB
     engine = open_engine("auto")
     try:
@@ -432,7 +432,7 @@ def padded_dropout(bench: Bench) -> CheckResult:
 
 
 def tied_weights(bench: Bench) -> CheckResult:
-    """Check that tied embedding and head, whose gradients have two sources, train exactly."""
+    """Check training with tied embedding and head, whose gradient is a sum of two parts."""
     with in_one_order():
         model, batches = llama(bench, tie_word_embeddings=True), tokens(bench)
         wanted = trained(bench, model, batches, "plain", overlap=False, update_mode="serial")

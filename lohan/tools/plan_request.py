@@ -22,7 +22,7 @@ def machine_of(
     device_memory: str | None = None,
     host: str | None = None,
 ) -> Profile:
-    """Return a preset, the profile in a file or, without a name, the latest one of this machine.
+    """Return a preset or the profile in a file; without a name, this machine's latest profile.
 
     Numbers that are given replace those of the machine.
     """

@@ -174,7 +174,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Case:
-    """A run as the planner sees it."""
+    """A recorded run in the form that the planner takes."""
 
     blocks: Blocks
     workload: BatchWorkload

@@ -91,7 +91,7 @@ class Recipe:
     batch: Callable[[int], dict[str, torch.Tensor]]
 
     def lr(self, step: int, peak: float) -> float:
-        """Return the learning rate of a step for parameters with this peak."""
+        """Return the learning rate of a step for parameters with the peak rate `peak`."""
         return replace(self.train, lr=peak).lr_at(step, self.total)
 
 

@@ -61,7 +61,7 @@ from lohan.util.units import PAGE, align_up, counted, format_bytes
 
 NOISE = 1.5
 ROUNDING = 2.0**-23  # relative rounding error of a weight, by one update in each of the two runs
-CHANCE = 0.01  # expected number of sign flips in the model from which on they are allowed for
+CHANCE = 0.01  # Sign flips are allowed for if at least this many are expected in the whole model.
 # allowed excess of flips in a tensor: this many, plus this many standard deviations
 BY_CHANCE = 3.0
 
@@ -244,9 +244,9 @@ def copy_model(model: Path, folder: Path, *, layers: int | None = None) -> Model
 
 
 def _without_dropout(value: Any, names: list[str]) -> Any:
-    """Return the same tables with every dropout rate set to 0.
+    """Return a copy of a model config with every dropout rate set to 0.
 
-    Append the names of those that were not zero to `names`.
+    The names of the rates that were not zero are appended to `names`.
     """
     if not isinstance(value, dict):
         return value
@@ -263,7 +263,7 @@ def _without_dropout(value: Any, names: list[str]) -> Any:
 
 
 def _cut(value: Any, whole: int, layers: int) -> Any:
-    """Return the same tables with fewer layers.
+    """Return a copy of a model config, cut to `layers` layers.
 
     Settings that hold the number of layers are replaced, and lists with one entry per layer are
     shortened.
@@ -369,7 +369,7 @@ Weights = Iterable[tuple[str, torch.Tensor]]  # name and fp32 values of every pa
 def reading(session: Session) -> Iterator[Weights]:
     """Yield the weights of the committed step, one tensor at a time.
 
-    Ranks other than the first send theirs to it and receive an empty sequence.
+    The other ranks send their shards to the first rank and receive an empty sequence.
     """
     groups = session.context.blocks.groups
     with gathering_reader(session.process_group, session.store) as read:

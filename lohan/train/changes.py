@@ -68,7 +68,7 @@ ADVICE = {  # advice for settings that a resumed run may not change
 
 
 def check_changes(changes: Mapping[str, Any]) -> None:
-    """Raise ConfigError if a resumed run cannot take one of these settings."""
+    """Raise ConfigError if a resumed run cannot change one of these settings."""
     for name in changes:
         exists = name in {info.dotted for info in fields_of()}  # load_config refuses unknown names
         if exists and name not in RESUMABLE:

@@ -73,7 +73,7 @@ class ModelInterface:
 
 @dataclass(frozen=True)
 class Noising:
-    """The noise of one model: its interface, its config, and its scheduler if it needs one."""
+    """The procedure that adds noise for one model, with the model's interface and config."""
 
     interface: ModelInterface
     config: Mapping[str, Any]
@@ -281,7 +281,7 @@ def _packed_text(noising: Noising, arrays: Tensors, generator: torch.Generator) 
 
 
 def packed(latents: torch.Tensor) -> torch.Tensor:
-    """Return squares of 2 x 2 as tokens, row by row; within a token, channels come first."""
+    """Return squares of 2 x 2 latent pixels as tokens, row by row, with channels first."""
     tokens = torch.nn.functional.pixel_unshuffle(latents, 2)
     return tokens.flatten(2).transpose(1, 2).contiguous()
 
@@ -427,7 +427,7 @@ class Diffusion(Task[Noised]):
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Return the mean squared error of the prediction.
 
-        A variance that the model also predicts gets no loss.
+        If the model also predicts a variance, the variance is ignored.
         """
         target: torch.Tensor = batch[TARGET]
         inputs = _inputs(batch, next(model.parameters()).dtype)

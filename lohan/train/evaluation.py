@@ -63,7 +63,8 @@ def evaluate(
 ) -> Evaluation | None:
     """Evaluate every row of the dataset once, or return None if `stop` interrupts.
 
-    `loss_of` computes the loss of a batch if it is not just the model's own, as with several ranks.
+    `loss_of` computes the loss of a batch if the model's own loss is not sufficient, for example
+    with several ranks.
     """
     loss_function = loss_of or (lambda inputs: task.loss(model, inputs).item())
     start, total, tokens = time.perf_counter(), 0.0, 0

@@ -76,7 +76,7 @@ def _prompt_of(row: Any) -> str:
 
 
 def encode_prompts(encoder: Encoder, prompts: Sequence[str]) -> list[list[int]]:
-    """Return the tokens of each prompt, after the chat template if the model has one."""
+    """Return the tokens of each prompt, rendered with the model's chat template if it has one."""
     encoded = [encoder.prompt(text, place="generation") for text in prompts]
     if empty := [text for text, ids in zip(prompts, encoded, strict=True) if not ids]:
         raise DataError(f"prompt {empty[0]!r} has no token; write a longer one")

@@ -64,7 +64,7 @@ MADE_FOR = {  # maps transformers' auto class to a task
 
 
 def task_of(config: Config) -> Task[Any]:
-    """Return the task that a run asks for, or the one that its model is made for."""
+    """Return the configured task or, by default, the task that the model is made for."""
     task = TASKS[config.task or task_of_model(config.model)]
     task.check(config)
     return task
@@ -296,7 +296,7 @@ CONFIG = "config.json"
 
 
 def make_base(config: Config, target: Path) -> None:
-    """Create the folder that `--model` would name: config, tokenizer, and the seed of weights."""
+    """Create a model folder for random weights: config, tokenizer, and the weights' seed."""
     assert config.init is not None
     config_file = config.init / CONFIG if config.init.is_dir() else config.init
     if not config_file.is_file():
@@ -342,8 +342,8 @@ def remove_base(target: Path, *, last: bool = True) -> None:
 def check_settings(group: ProcessGroup, config: Config) -> None:
     """Check settings that concern several ranks.
 
-    Every rank needs a row of every batch and must have read the same settings, since ranks on
-    several machines read their own files.
+    Raise ConfigError if a batch has fewer rows than there are ranks, or if ranks have read
+    different settings. Ranks on different machines may read different files.
     """
     if config.train.batch < group.world:
         raise ConfigError(

@@ -149,7 +149,8 @@ def tokens_with_loss(model: nn.Module, batch: Batch) -> int:
 
 
 TOWERS = ("vision_tower", "visual", "vision_model", "vision_encoder", "image_tower", "vision_embed")
-PROJECTOR = "merger"  # inside a tower: projects its output for the language model
+# The module inside a vision tower that projects the tower's output for the language model.
+PROJECTOR = "merger"
 
 
 class VisionLanguage(Task[Fields]):
@@ -266,7 +267,8 @@ def inputs_of(batch: Batch) -> Batch:
 # each other. Therefore the mask that the first block receives is examined.
 
 
-# These use a mask. Flash attention recognises boundaries only in batches of one row.
+# Attention implementations that use a mask. Flash attention recognises boundaries only in batches
+# of one row.
 ATTENTION = ("eager", "sdpa")
 LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 POSITIONS = torch.tensor([[0, 1, 0, 1, 2]])

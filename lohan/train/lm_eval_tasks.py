@@ -20,7 +20,7 @@ from lohan.train.streaming import Shape, Source, open_stream, source_of
 from lohan.util.display import Display
 from lohan.util.units import align_up
 
-ANSWER = 256  # tokens of an answer if a task does not specify it
+ANSWER = 256  # limit on the tokens of an answer if a task does not specify one
 # log-probability of a continuation, and whether it is the most likely one
 Scored = tuple[float, bool]
 
@@ -101,7 +101,7 @@ def run_tasks(
 class Streamed:
     """Scores and answers of a model whose weights are read once for each batch or token.
 
-    `seq` counts all tokens of a row. The harness counts them without the last.
+    `seq` counts all tokens of a row. The harness does not count the last token.
     """
 
     def __init__(

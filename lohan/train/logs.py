@@ -176,7 +176,8 @@ def check_loggers(names: Sequence[str]) -> None:
 def open_loggers(folder: RunFolder, config: Config, *, step: int) -> list[Logger]:
     """Open the configured loggers.
 
-    They will get the rows of all steps after `step`, some of them possibly for the second time.
+    The loggers will receive the rows of all steps after `step`. They may have received some of
+    these rows before.
     """
     check_loggers(config.output.log)
     return [_LOGGERS[name](folder, config, step) for name in config.output.log]
@@ -355,7 +356,7 @@ _LOGGERS: dict[str, Callable[[RunFolder, Config, int], Logger]] = {
 
 
 class HasCounters(Protocol):
-    """A store, or a session with everything that it transfers."""
+    """An object that counts transferred bytes, such as a store or a session."""
 
     @property
     def counters(self) -> Counters: ...

@@ -31,7 +31,7 @@ PIPELINES = {
 # Settings that belong to the machine or to one run folder, and not to the result.
 LOCAL = ("model", "data", "out", "init", "tokenizer")
 LOCAL_SECTIONS = ("budget", "output", "sample")
-# Fields of the base's card that also hold for a model that was trained from it.
+# Fields of the base model's card that also hold for a model trained from it.
 LICENSE_FIELDS = ("license", "license_name", "license_link")
 _CACHED = re.compile(r"(?:models|datasets)--([^/]+?)--([^/]+)")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -39,7 +39,7 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 @dataclass(frozen=True)
 class Name:
-    """The name of a model or dataset, and whether it is one of the hub."""
+    """The name of a model or dataset, and whether it is on the hub."""
 
     text: str
     on_hub: bool

@@ -125,7 +125,7 @@ class PeriodicTasks:
         )
 
     def _export_best(self) -> None:
-        """Export the best model before its evaluation is logged, so that the log stays true."""
+        """Export the best model before its evaluation is logged, so a logged best model exists."""
         self._session.commit()
         mark = export_mark(self._folder, self._config) if self._first else None
         with self._meter.aside(), users_umask():

@@ -1,9 +1,9 @@
-"""Preference tuning: preferred against rejected answers, by log-probabilities of whole answers.
+"""Preference tuning with chosen and rejected answers, by log-probabilities of whole answers.
 
 The reference is never a second model. Its log-probabilities are those of the model before the first
 step. They are computed in one forward-only pass over the data and stored with it. A new adapter
-changes nothing, so with LoRA, too, the reference is the base model. Full logits never exist: the
-head returns the log-probabilities of tokens and receives the gradient of each.
+does not change the model's outputs, so with LoRA the reference is the base model. Full logits never
+exist: the head returns the log-probabilities of tokens and receives the gradient of each.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ def check_kind(dataset: Dataset, *, rated: bool, option: str, what: str) -> None
 
 
 def _first_tokens(batch: Batch) -> int:
-    """Return the number of tokens in the first half, without the first of each row."""
+    """Return the number of tokens in the first half, without the first token of each row."""
     count = len(batch["input_ids"]) // 2
     mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
     return int(mask[:count, 1:].sum())
@@ -251,7 +251,7 @@ def dpo(a: Answers, c: PreferenceConfig) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def ipo(a: Answers, c: PreferenceConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return IPO losses, the squared distance of the difference per token from 1 / (2 beta)."""
+    """Return IPO losses, from the difference in log-ratios per token, and rewards."""
     chosen, rejected = a.halves(a.ratios / a.counts)
     return (chosen - rejected - 1 / (2 * c.beta)) ** 2, c.beta * a.ratios
 
@@ -264,7 +264,7 @@ def simpo(a: Answers, c: PreferenceConfig) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def orpo(a: Answers, c: PreferenceConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ORPO losses: that of prompt and chosen answer, plus beta times the odds-ratio loss."""
+    """Return ORPO losses: the loss of the chosen answer, plus beta times an odds-ratio loss."""
     mean = a.logps / a.counts
     assert a.prompt_and_chosen is not None
     odds = mean - torch.log(-torch.expm1(mean))

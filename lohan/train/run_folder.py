@@ -452,7 +452,7 @@ def _config_of(folder: RunFolder) -> Config | None:
 
 
 def check_names(folder: RunFolder, config: Config) -> None:
-    """Raise ConfigError if a file that is not the run's has a name that the run would use."""
+    """Raise ConfigError if a file that is not part of the run has a name that the run would use."""
     wanted, mark = folder.names(config), folder.mark
     created = set(mark.names) if mark is not None else set()
     present = [path.name for path in folder.path.iterdir()] if folder.path.is_dir() else []
@@ -580,7 +580,7 @@ def check_original(folder: RunFolder, config: Config) -> None:
 def folder_lock(folder: RunFolder) -> Iterator[None]:
     """Create the folder and lock it, so that only one start uses it at a time.
 
-    The lock is held until the store has its own. Created folders that are empty at the end are
+    The lock is held until the store itself is locked. Created folders that are empty at the end are
     removed.
     """
     created = [path for path in (folder.path, *folder.path.parents) if not path.exists()]
@@ -697,8 +697,8 @@ def undo_start(folder: RunFolder, config: Config) -> None:
         remove_base(folder.base)
     folder.config_file.unlink(missing_ok=True)
     temporary_of(folder.config_file).unlink(missing_ok=True)
-    # If a failing drive hides something from the removal, the mark stays, so that it still belongs
-    # to the run and the next start removes it.
+    # If a failing drive prevents a part of the removal, the mark stays. What remains then still
+    # belongs to the run, and the next start removes it.
     names = set() if mark is None else {*mark.names} - {MARK}
     created = (*folder.store_dirs(config), *(folder.path / name for name in names))
     if not any(path.exists() for path in created):

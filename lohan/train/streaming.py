@@ -216,7 +216,8 @@ def _plan(
 
 
 WEIGHTS_PREFIX = "lohan-weights-"
-WEIGHTS_LOCK = ".lohan-weights"  # lock file in such a folder, held by the process that created it
+# Lock file in a folder of `_temporary`, held by the process that created it
+WEIGHTS_LOCK = ".lohan-weights"
 
 
 @contextmanager

@@ -57,7 +57,7 @@ PAIR, SEQUENCE, TOKEN, QUESTION, MASKED = (
     "AutoModelForQuestionAnswering",
     "AutoModelForMaskedLM",
 )
-# A block of text with at most this many characters is joined to the one before.
+# A block of text with at most this many characters is joined to the previous block.
 SHORT_CHARACTERS = 4096
 SPAN = ("start_positions", "end_positions")
 PADDING = {"labels": IGNORE, "token_type_ids": 0}  # padding values of fields that are not tokens
@@ -113,7 +113,7 @@ COLLATES = {SEQUENCE: CollateClass, QUESTION: CollateSpan}
 
 @dataclass
 class Supervised(Task[Fields]):
-    """A task, with the kinds of models it trains and how rows become their examples."""
+    """A supervised task, defined by the kinds of its models and by how rows become examples."""
 
     name: str
     encodes: Mapping[str, Encode]
@@ -231,7 +231,7 @@ def shown(kind: str, texts: Texts, row: Row) -> dict[str, str]:
 
 
 def _whole(blocks: Iterator[str]) -> Iterator[str]:
-    """Yield blocks of text, after joining short ones to the block before."""
+    """Yield blocks of text, after joining short ones to the previous block."""
     before = ""
     for block in blocks:
         if before and len(block) > SHORT_CHARACTERS:

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from lohan.util.settings import Source
 
 Batch = dict[str, Any]
-# by name: a mean over rows of a batch, and the share of rows that have the value
+# Maps the name of a value to its mean over the rows of a batch that have it, and to the share of
+# these rows.
 Stats = dict[str, tuple[float, float]]
 # called with the activity, the amount done and the total
 OnProgress = Callable[[str, int, int], None]
@@ -92,9 +93,10 @@ class DataRequest:
         show: Callable[[Row], Mapping[str, str]],
         **how: Any,
     ) -> Fields | None:
-        """Return the fields of `examples`, called for each file, or None if there are none.
+        """Return the fields of all examples, or None if there are none.
 
-        `how` is passed on to `open_fields`.
+        `examples` is called for each file and returns its examples. `how` is passed on to
+        `open_fields`.
         """
         opened = partial(open_fields, self.cache, seed=self.config.seed, **how)
         ready = opened() if self.resume else None
@@ -171,7 +173,7 @@ class Task(ABC, Generic[Kind]):
         return loss
 
     def tokens(self, model: nn.Module, batch: Batch) -> int:
-        """Return the number of tokens, which speed is measured in."""
+        """Return the number of tokens, the unit in which speed is measured."""
         return int(batch["input_ids"].numel())
 
     def weight(self, model: nn.Module, batch: Batch) -> int:
@@ -190,8 +192,8 @@ def load_trained(
 ) -> nn.Module:
     """Return the model without weights.
 
-    `freeze` returns the parts that stay frozen, unless the settings name others, and that get no
-    adapters.
+    `freeze` returns the parts that stay frozen by default and that never get adapters. Settings may
+    name other parts to freeze instead.
     """
     model, frozen = load(config.model, dtype=dtype), config.train.freeze
     if frozen and config.train.lora:
@@ -223,7 +225,7 @@ def freeze_part(model: nn.Module, part: str) -> None:
 
 
 def kind_in(config: Config, task: str, kinds: Mapping[str, object]) -> tuple[str, Any]:
-    """Return the kind of the run's model and its config; the task must train that kind."""
+    """Return the kind and the config of the run's model; refuse a kind not in `kinds`."""
     loaded = load_config(config.model)
     kind = kind_of(loaded, config.model)
     if kind not in kinds:
@@ -281,7 +283,7 @@ class Share:
         """Whether the loss is read only after backward.
 
         Reading it earlier would make an accelerator wait for the host. A NaN loss is then found
-        after the updates have run, so this requires that the step right before is committed.
+        after the updates have run, so this requires that the previous step is committed.
         """
         executor = self.session.executor
         return (

@@ -167,9 +167,9 @@ def resume(
 ) -> RunResult:
     """Continue a run from its last committed step. Every rank calls it.
 
-    With another number of `steps`, the learning rate follows its schedule over those, unless
-    `keep_schedule` is set. `changes` are settings by name that replace those of the run from here
-    on.
+    If `steps` differs from the planned number of steps, the learning-rate schedule is rescaled to
+    `steps`, unless `keep_schedule` is set. `changes` maps the names of settings to values that
+    replace those of the run from this step on.
     """
     changes = {name: value for name, value in (changes or {}).items() if value is not None}
     check_changes(changes)
@@ -414,8 +414,8 @@ def one_step(
 ) -> dict[str, Any]:
     """Run forward and backward of one batch and return its row of metrics.
 
-    The manifest of the step contains the row, and those of earlier steps that may not be logged yet
-    when it is committed.
+    The manifest of the step contains this row, and the rows of earlier steps that may not be logged
+    when the step is committed.
     """
     executor, task = session.executor, inputs.task
     batch = inputs.train_examples.batch(session.step, config.train.batch)
@@ -461,7 +461,7 @@ def replan(
 ) -> None:
     """Replan with the measured rates.
 
-    After some steps, a run knows its machine better than any profile.
+    After some steps, the measured rates are more accurate than any profile.
     """
     commit = session.plan.commit
     changed = replanner.after_step(meter.spans, step_s=row["step_s"])
@@ -482,7 +482,7 @@ def show_rate(config: Config, display: Display) -> None:
 
 
 def show_commits(session: Session, display: Display) -> None:
-    """Report how many steps a crash can lose, if commits are by interval."""
+    """Report how many steps a crash can lose, if not every step is committed."""
     plan = session.plan
     if plan.log_gradients:
         display.note(
@@ -503,7 +503,7 @@ def show_wear(
     instead: Sequence[Alternative],
     display: Display,
 ) -> None:
-    """Report the wear of the drives by the remaining steps."""
+    """Report how much the remaining steps will wear the drives."""
     context, steps = session.context, total - session.step
     if context.workload is None or steps <= 0:
         return
@@ -523,8 +523,8 @@ def show_wear(
 def sparing_options(session: Session) -> list[Alternative]:
     """Return options that would write less, for a new run on a machine with a known profile.
 
-    They keep the micro-batch of the run. Measuring another one would mean running the blocks, which
-    belong to the session.
+    The options keep the micro-batch of the run, because measuring another one would require running
+    the blocks, which the session is using.
     """
     context, profile = session.context, session.context.profile
     workload = context.workload
@@ -668,8 +668,9 @@ def stop_signals(display: Display) -> Iterator[_Stop]:
     """Handle Ctrl-C and SIGTERM.
 
     The first signal lets the step finish and prints a message; the second aborts the step. While
-    backward runs on an accelerator's thread, Python handles signals only after it has ended, and
-    several as one. During that time the third signal ends the process; committed steps are safe.
+    backward runs on an accelerator's thread, Python handles signals only after backward has ended,
+    and handles several signals as one. During that time the third signal ends the process;
+    committed steps are safe.
     """
     stop = _Stop()
 

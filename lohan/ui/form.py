@@ -15,7 +15,7 @@ from lohan.util.settings import FieldInfo, Kind, assignment, toml_value
 
 # Settings that are written in the file by hand, because a list of tables has no form field.
 NOT_IN_FORM = ("train.param_groups", "out")
-# Settings that a first run needs. The form shows them first, the others by section.
+# Settings that a first run needs. The form shows them first, and then the others by section.
 FIRST = (
     "model",
     "data",

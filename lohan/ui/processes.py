@@ -1,7 +1,7 @@
 """The `lohan` processes that the pages start.
 
-A training is a process of its own session, which continues when the server ends. Its settings, its
-process id and its output are kept in files below the root, so that a later server finds them.
+A training runs in its own session, so it continues when the server ends. Its settings, its process
+id and its output are kept in files below the root, so that a later server finds them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lohan.ui.places import Places
 from lohan.util.files import checked, from_json, load_json, write_atomic
 
 MOST_RECORDS = 100  # Older records of ended processes are removed.
-MOST_LOG_BYTES = 64 * 1024  # of a log's end that are read
+MOST_LOG_BYTES = 64 * 1024  # number of bytes that are read from the end of a log
 POLL_S = 0.2
 LOHAN = (sys.executable, "-m", "lohan")
 
@@ -95,7 +95,7 @@ class Processes:
         return record.born != 0 and _born(record.pid) == record.born
 
     def exit_code(self, record: Record) -> int | None:
-        """Return how a process ended, or None if it runs or an earlier server has started it."""
+        """Return the exit code; None if the process runs or was started by an earlier server."""
         child = self._children.get(record.id)
         return None if child is None else child.poll()
 
@@ -151,7 +151,7 @@ async def output_of(
 ) -> tuple[str, str]:
     """Run `lohan WORDS` to its end and return stdout and stderr.
 
-    The process is stopped if nobody waits for the result any more (`disconnected`).
+    The process is stopped if `disconnected` returns that nobody waits for the result.
     """
     process = await asyncio.create_subprocess_exec(
         *LOHAN,

@@ -18,7 +18,7 @@ from lohan.ui.traces import timeline
 from lohan.ui.view import Advice, finite, run_view
 
 GENERATOR = b'content="lohan report"'  # identifies a file of this command
-# The modules that draw the page of a run, each after those that it imports.
+# The modules that draw the page of a run, each after the modules that it imports.
 MODULES = ("dom.js", "charts.js", "timeline.js", "run.js", "report.js")
 
 
@@ -45,15 +45,15 @@ def page(runs: Sequence[tuple[RunRecord, Advice]]) -> str:
 
 
 def static_text(name: str) -> str:
-    """Return a file of the pages."""
+    """Return the text of a static file of the pages."""
     return (files("lohan.ui") / "static" / name).read_text(encoding="utf-8")
 
 
 def bundle(names: Sequence[str]) -> str:
-    """Return JavaScript modules as one.
+    """Return several JavaScript modules joined into one.
 
-    Imports between them are single lines, which are left out, because all names are then in one
-    scope.
+    Import statements between the modules, each on a single line, are left out, because all names
+    are then in one scope.
     """
     text = "\n".join(static_text(name) for name in names)
     text = re.sub(r"^import .*\n", "", text, flags=re.MULTILINE)

@@ -210,7 +210,7 @@ def _check_journal(row: Row, file: Path) -> None:
 
 
 def _check_row(row: Row, kinds: Mapping[str, Any], file: Path) -> None:
-    """Check that a row has the fields, with the right types, that the page shows.
+    """Check that a row has the fields that the page shows, with the right types.
 
     NaN is allowed only in fields of type `Number`, such as the loss.
     """
@@ -259,8 +259,8 @@ class RunState:
 def state_of(run: RunRecord) -> RunState:
     """Return the state of a run, from its locks, its mark and its store.
 
-    A run is "crashed" if its store was not closed properly, which costs at most the steps since
-    the last commit. It has "failed" if it has no store, so that it cannot continue.
+    A run is "crashed" if its store was not closed properly, which costs at most the steps since the
+    last commit. It has "failed" if it has no store and therefore cannot continue.
     """
     folder, config = run.folder, run.config
     claimed = lock_holder(folder.path, name=CLAIM)
@@ -294,9 +294,9 @@ def state_of(run: RunRecord) -> RunState:
 # -- Runs below a folder ---------------------------------------------------------------------------
 
 
-MOST_FOLDERS = 20_000  # folders that are searched at most
+MOST_FOLDERS = 20_000  # maximum number of folders that are searched
 MOST_LEVELS = 6  # levels below the root
-# Parts of a run or of an environment, in which no run is searched.
+# Folders that are not searched for runs: parts of a run or of an environment.
 SKIPPED = {"store", "snapshots", "data", "eval-data", "model", "ema", "best", "base"}
 SKIPPED |= {"node_modules", "__pycache__", "site-packages"}
 

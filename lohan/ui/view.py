@@ -53,7 +53,7 @@ def finite(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Advice:
-    """The changes that would help, best first; or `reason`, why they are not known."""
+    """The changes that would help, best first; if they are not known, `reason` says why."""
 
     changes: Sequence[Change] = ()
     reason: str = ""

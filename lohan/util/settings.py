@@ -104,7 +104,7 @@ def device_name(value: Any, name: str, base: Path) -> str:
 
 
 def choices(options: tuple[str, ...]) -> Kind:
-    """Return a kind that accepts some of the options; a single one need not be in a list."""
+    """Return a kind that accepts one option, or a list of some of the options."""
     one = choice(options)
 
     @kind("|".join(options), list[str], anyOf=some_of({"enum": list(options)}))
@@ -182,7 +182,7 @@ class Source:
 
 @kind("FILE[:WEIGHT]", list[str], anyOf=some_of(TEXT))
 def sources(value: Any, name: str, base: Path) -> tuple[Source, ...]:
-    """Parse data files, of which either all or none have a weight."""
+    """Parse data files; raise ConfigError if only some of them have a weight."""
     entries = value if isinstance(value, (list, tuple)) else [value]
     parsed = tuple(_source(entry, name, base) for entry in entries)
     unweighted = next((source for source in parsed if source.weight is None), None)
@@ -199,7 +199,7 @@ def sources(value: Any, name: str, base: Path) -> tuple[Source, ...]:
 def _source(entry: Any, name: str, base: Path) -> Source:
     """Parse a data file with an optional weight.
 
-    A path that exists is a file name, even if it ends like a weight.
+    If the whole text is an existing path, it is a file name, even if it ends like a weight.
     """
     path = one_path(entry, name, base)
     before, colon, weight = str(entry).rpartition(":")
@@ -328,7 +328,7 @@ def setting(default: Any, kind: Kind, help: str, *, metavar: str | None = None) 
 
 @dataclass(frozen=True, kw_only=True)
 class FieldInfo:
-    """One setting as documentation needs it."""
+    """The description of one setting, for help and documentation."""
 
     section: str
     key: str

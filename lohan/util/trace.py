@@ -101,7 +101,7 @@ def overlap_shares(
     start_s: float,
     stop_s: float,
 ) -> dict[str, float]:
-    """Return, by action name, the share of its time in which one of the other lanes was busy.
+    """Return, for each action name, the share of its time in which a lane of `others` was busy.
 
     Only actions of `lanes` that begin between the two times are included. Actions with the same
     name are added up.
