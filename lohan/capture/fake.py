@@ -88,8 +88,8 @@ def with_least_values(
 ) -> Result:
     """Return the result of a run on fake tensors with as few values as it needs.
 
-    The run is tried without values, then with more and more of them, and finally with all layers,
-    because some are dropped at random in training. Raises UNKNOWN if it needs more values than are
+    The run is tried without values, then with more and more values, and finally with all layers,
+    because training may drop layers at random. Raises UNKNOWN if the run needs more values than are
     known, and ModelError if it calls a kernel that needs memory.
     """
     for values in KnownValues:

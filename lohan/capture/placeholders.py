@@ -476,7 +476,7 @@ def put_parameter(model: nn.Module, ref: ParameterRef, parameter: nn.Parameter) 
 
 
 def replace_parameters(model: nn.Module, new: Mapping[int, nn.Parameter]) -> None:
-    """Replace parameters by the `id` of the old ones, in every module that has one of them."""
+    """Replace parameters in every module that uses them; `new` is indexed by the old one's id."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and id(parameter) in new:

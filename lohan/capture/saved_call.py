@@ -250,7 +250,10 @@ def _wrapped(value: Any) -> Any:
 
 
 def fills_cache(inputs: Iterable[Any]) -> bool:
-    """Return whether an input is a cache of keys and values, which reports its length."""
+    """Return whether an input is a cache of keys and values.
+
+    A cache is recognized by its method that returns its length.
+    """
     return any(
         type(value) not in PLAIN and hasattr(value, "get_seq_length") and not is_prefix(value)
         for value in inputs

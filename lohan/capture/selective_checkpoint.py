@@ -456,7 +456,7 @@ class _Disagreement(Exception):
 def run_and_save(run: Callable[[], Any], save_plan: SavePlan) -> tuple[Any, SavedOps]:
     """Call `run` and return its result and what the save plan keeps.
 
-    `run` must leave no graph.
+    The caller ensures that `run` leaves no graph.
     """
     mode = _Recorder(save_plan)
     with mode:

@@ -217,7 +217,7 @@ def _try_cut(call: SavedCall, cut: Cut, run: Run, *, values: bool) -> Cut:
 
 
 def _check_whole_batch(call: SavedCall, cut: Cut, run: Run) -> None:
-    """Compare the results of two samples with those of the same two in the whole batch."""
+    """Check that two samples give the same results alone as in the whole batch."""
     with torch.no_grad(), ConstantRandomness():
         whole = tensors_in(_slice(call, cut, run, slice(0, call.batch)))
         two = tensors_in(_slice(call, cut, run, slice(0, 2)))

@@ -123,7 +123,7 @@ class TiledForward:
             ]
 
     def _kind(self, args: Any, kwargs: Any) -> Hashable:
-        """Return a key of calls that can share cuts. A cut is valid for any size."""
+        """Return a key that is equal for calls that can share cuts. A cut is valid for any size."""
         return self._module.training, *(
             (leaf.ndim, leaf.dtype)
             for leaf in pytree.tree_leaves((args, kwargs))

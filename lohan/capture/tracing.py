@@ -105,7 +105,7 @@ def faked(module: nn.Module, leaves: list[Any]) -> Iterator[tuple[list[Any], lis
     """Provide the arguments and parameters of a module as fake tensors.
 
     They belong to the current fake mode, or to a new one. If no argument takes a gradient, the
-    first one that can is made to.
+    first argument whose type allows a gradient is given one.
     """
     random = torch.random.fork_rng(devices=[])
     with faking(KnownValues.NUMBERS), random, _fake_parameters(module) as weights:

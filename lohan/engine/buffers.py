@@ -292,7 +292,7 @@ class ChunkChecksums:
 
 @dataclass(frozen=True)
 class StepScalars:
-    """The numbers of one step that its updates need, even if they run during a later step."""
+    """The numbers that the updates of one step need, even if they run during a later step."""
 
     groups: GroupValues  # learning rate and other hyper-parameters, by parameter group
     update: int  # counted from 1

@@ -214,7 +214,7 @@ def _workload(
         head_group=head_site.groups[0] if head_site is not None else None,
         text="input_ids" in shapes,
         shapes=block_shapes,
-        # Blocks of other kinds may have other classes.
+        # Blocks of different kinds may have different classes.
         stored=lambda name, classes: kinds[name].kept_bytes(classes & kinds[name].keys.keys()),
         offloaded=lambda name, classes, share: kinds[name].offloaded_bytes(
             classes & kinds[name].keys.keys(), share

@@ -463,8 +463,8 @@ class GradientCollector:
     def _sum_squares(self, grads: GroupGrads) -> torch.Tensor | None:
         """Return the sum of squares, computed on the device, or None if it is not needed there.
 
-        It is not needed if no norm is computed, or if there are several ranks, because these sum
-        the squares of the reduced gradients.
+        It is not needed if no norm is computed, or if there are several ranks, because the net lane
+        then sums the squares of the reduced gradients.
         """
         alone = not self._collectives.process_group.several
         if self._offload is None or not (self._needs_norm and alone):

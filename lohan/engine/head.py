@@ -233,8 +233,8 @@ def labelled_rows(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 class LazyLogits:
     """A mixin for outputs of transformers that computes the logits when they are read.
 
-    They are computed all at once and with a graph. A caller that reads only the loss never
-    allocates them.
+    The logits of all tokens are then computed at once, with a graph. If only the loss is read,
+    logits are never allocated.
     """
 
     make_logits: Callable[[], torch.Tensor] | None = None

@@ -353,7 +353,7 @@ class DeviceActivationOffload(ActivationHooks):
     # -- the lanes h2d and d2h ---------------------------------------------------------------------
 
     def evict(self, site: int) -> None:
-        """Complete K: wait until all activations are in host memory; free those on the device."""
+        """Complete K: wait until all activations are in host memory; then free the originals."""
         offloaded = self._calls.get(site)
         if (
             offloaded is None

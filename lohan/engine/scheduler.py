@@ -350,8 +350,8 @@ class ActionScheduler:
     def finish_earlier_steps(self, *, in_backward: bool) -> None:
         """Commit the earlier steps after a step failed without a failure of a lane.
 
-        In forward, their updates may be queued behind blocks of this step, which are skipped. In
-        backward, they do not depend on this step.
+        If the step failed in forward, updates of earlier steps may be queued behind blocks of the
+        failed step, which are skipped. If it failed in backward, earlier steps do not depend on it.
         """
         if in_backward:
             self._cancel_rest()

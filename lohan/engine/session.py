@@ -378,10 +378,10 @@ class Session:
     def replan(self) -> str | None:
         """Choose a better plan if the measured machine allows one. Call it after each step.
 
-        The caller must have released the losses of earlier steps. After the third step, the
-        session continues with a plan for the measured machine if that is faster. Results stay
-        the same, bit for bit. Returns a description of what was measured and changed, or None.
-        With several ranks, all of them call this.
+        Release the losses of earlier steps before the call. After the third step, the session
+        continues with a plan for the measured machine if that is faster. Results stay the same, bit
+        for bit. Returns a description of what was measured and changed, or None. With several
+        ranks, all of them call this.
         """
         if self.closed:
             raise StoreError("the session is closed, so there is no step to plan for")

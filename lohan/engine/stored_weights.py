@@ -105,7 +105,7 @@ class StoredWeights:
 
     @contextmanager
     def store(self) -> Iterator[Store]:
-        """Open the store with the last step committed."""
+        """Provide the open store, after the last step was committed."""
         session = self.session
         if session is not None:
             if not session.stopped:

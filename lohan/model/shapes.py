@@ -18,8 +18,8 @@ class Activation:
     """A class of tensors in a block that backward needs, and the work that keeping them saves.
 
     Elements and FLOPs are per token. `flops` is the forward work that need not be repeated if the
-    class is kept; `flops_per_context` is added to it once for every token of the sequence
-    (attention). Masks and similar tensors are counted as the equivalent number of two-byte
+    class is kept; for attention, `flops_per_context` is added to `flops` once for every token of
+    the sequence. Masks and similar tensors are counted as the equivalent number of two-byte
     elements.
     """
 

@@ -150,7 +150,8 @@ def _backward(calls: Sequence[Call], rules: Rules) -> Iterator[HeldBytes]:
 
 GRADIENTS, STAYING = "gradients", "activations that stay"
 SHARED = "inputs that blocks share"
-# Hidden states in forward, including two in flight, and at the head, including its losses.
+# Number of hidden states that are held in forward, two of them in flight, and at the head with its
+# losses.
 IN_FORWARD, AT_HEAD = 3, 5
 
 
@@ -684,7 +685,7 @@ class MemoryModel:
         host = {**self._state(plan), **self.activations(plan)}
         if not self.has_own_memory and self.footprint is not None:
             host |= self._peak_held(plan)
-        if not self.has_own_memory:  # A GPU with unified memory has its overhead there.
+        if not self.has_own_memory:  # A GPU with unified memory has its overhead in host memory.
             host |= self._overhead
         entries = [LedgerEntry("device", owner, count) for owner, count in device.items() if count]
         entries += [LedgerEntry("host", owner, count) for owner, count in host.items() if count]

@@ -226,8 +226,8 @@ def _micro_batches(workload: BatchWorkload, profile: Profile | None) -> list[int
 def _fast(micro_batch: int | None, workload: BatchWorkload | None, profile: Profile | None) -> bool:
     """Return whether a micro-batch is close to the size at which the device is fastest.
 
-    Half of that size has fewer bytes in flight; two to four times that size sums gradients less
-    often.
+    Sizes from one half to four times that size count as close: half of it has fewer bytes in
+    flight, and two to four times that size sums gradients less often.
     """
     if workload is None or profile is None or micro_batch is None:
         return False
@@ -415,10 +415,11 @@ class _PlanSearch:
     def _with_micro_batch(self, options: PlanOptions) -> PlanOptions:
         """Return the options with the best micro-batch and tiles, if the user leaves them open.
 
-        The whole batch in one slice, if necessary in tiles, has 16-bit gradients, while several
-        slices sum them in fp32. It is chosen if that reduces the step time, or whatever else is
-        minimised. If one slice leaves the device little room, half of the batch is tried too. Half
-        of the steps are assumed to be clipped, because a run keeps its slices whatever its norms.
+        Gradients have 16 bits if the whole batch is one slice, if necessary in tiles; several
+        slices sum them in fp32. One slice is chosen if it reduces the step time, or the quantity
+        that is minimised instead. If one slice leaves the device little room, half of the batch is
+        tried too. Half of the steps are assumed to be clipped, because a run cannot change its
+        slices when norms change.
         """
         simulator = self._simulator
         if simulator is None or not simulator.profile.has_gpu:
@@ -477,10 +478,10 @@ class _PlanSearch:
     def _with_interval(self, options: PlanOptions) -> tuple[Plan, Forecast | None]:
         """Return the best plan for a given commit interval, and its forecast if it was simulated.
 
-        Two uses of memory are compared: holding gradients in it, or spilling all gradients and
-        caching more. If clipped steps can be run again, held gradients need no memory in other
-        steps. If all updates wait between two commits, cached state may be more valuable than
-        gradients in memory.
+        Two plans are compared. The first holds gradients in memory. The second spills all of them,
+        and uses the memory to cache more. It may be better if clipped steps can be run again,
+        because gradients then need to be held only in clipped steps, or if all updates wait between
+        two commits, because cached state may then save more than gradients in memory.
         """
         held, forecast = self._simulated_plan(options, FillOrder())
         updates = UpdateOptions.of(held)

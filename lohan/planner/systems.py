@@ -618,7 +618,7 @@ def spec_of(
 
 
 def order_of(spec: ScheduleSpec, update_mode: str) -> ExecutionOrder:
-    """Return the order of all sites. State in host memory is never written to SSD."""
+    """Return the order of all sites, for steps that never write state in host memory to SSD."""
     sites = tuple(range(len(spec.sites)))
     updates = UpdateOptions(mode=update_mode, every_step_commits=not spec.host_cached_state)
     return ExecutionOrder(forward=sites, backward=sites[::-1], updates=updates)

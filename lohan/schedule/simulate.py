@@ -288,8 +288,8 @@ def memory_s(profile: Profile, touched: float) -> float:
 def activation_s(profile: Profile, touched: float) -> float:
     """Return the seconds to move activations through device memory.
 
-    The result is 0 if FLOP/s were measured with a whole block, because they include this time. The
-    curve of a preset is that of matrix products alone.
+    The result is 0 if the profile's FLOP/s were measured with a whole block, because that
+    measurement includes the time. The FLOP/s of a preset are those of matrix products alone.
     """
     return 0.0 if profile.block_width else memory_s(profile, touched)
 
