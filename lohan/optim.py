@@ -35,7 +35,7 @@ class Moment:
 class StateKind:
     """The properties that, together with the compute type, determine a parameter's state arrays.
 
-    A store is created for one kind, which cannot change.
+    The kind of a store is fixed when the store is created.
     """
 
     optimizer: str = "adamw"

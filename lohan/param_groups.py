@@ -334,7 +334,7 @@ def group_settings(value: Any, name: str, base: Path) -> tuple[GroupSetting, ...
 
 @dataclass(frozen=True)
 class Members:
-    """The parameters of a group, as a manifest records them."""
+    """The parameters of a group, in the form that a manifest records."""
 
     count: int
     digest: str  # Hash of their names.

@@ -359,8 +359,8 @@ def build_from_config(
             model = build(config, dtype=dtype)
         # Compute buffers as from_pretrained does, in the default dtype instead of the model's.
         # Constructing GPT-J in bfloat16, for example, would round the frequencies of its position
-        # table to bfloat16. Parameters are on the meta device, so that initialising them again
-        # costs nothing.
+        # table to bfloat16. Parameters are on the meta device, so initialising them again costs
+        # nothing.
         for module in model.modules():
             module.__dict__.pop("_is_hf_initialized", None)
             for name, buffer in module._buffers.items():

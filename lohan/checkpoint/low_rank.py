@@ -43,10 +43,10 @@ class HeldDifference:
 def best_factors(difference: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor, float]:
     """Return the best approximation B @ A of rank `rank`, as A, B and its squared norm.
 
-    The singular vectors of the smaller side are the eigenvectors of its Gram matrix, which is much
-    cheaper than a full decomposition. The Gram matrix is computed in float64, because it holds
-    squares of the values. If `rank` is larger than the rank of the matrix, the factors are padded
-    with zeros.
+    The singular vectors of the smaller side are computed as eigenvectors of its Gram matrix. This
+    is much cheaper than a full decomposition. The Gram matrix is computed in float64, because it
+    holds squares of the values. If `rank` is larger than the rank of the matrix, the factors are
+    padded with zeros.
     """
     outputs, inputs = difference.shape
     wide = inputs >= outputs

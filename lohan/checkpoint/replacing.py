@@ -2,10 +2,10 @@
 
 An export is written to a hidden folder next to the target, synced, and renamed. The folder that it
 replaces is renamed first and removed last; if the process dies in between, the next export puts it
-back. A journal next to the target identifies both folders by inode, so that an unrelated folder of
-the same name is not touched. A lock file next to the target admits one process at a time. Every
-export contains a mark with the id of its run and a record of the files written. A run replaces a
-folder on its own only if the mark shows that this run has written it.
+back. A journal next to the target identifies both folders by inode, so an unrelated folder of the
+same name is not touched. A lock file next to the target admits one process at a time. Every export
+contains a mark with the id of its run and a record of the files written. A run replaces a folder on
+its own only if the mark shows that this run has written it.
 
 `save_pretrained` adds its files to a folder that may hold anything else, so that folder is not
 replaced as a whole; see "Adding files to a folder" below.
@@ -390,8 +390,8 @@ def _install(target: Path) -> None:
 def _move(names: Sequence[str], source: Path, to: Path) -> None:
     """Move files in the given order.
 
-    The folders are synced between the file that a loader opens first and the others, so that this
-    order also holds after a power failure.
+    The folders are synced between the move of the file that a loader opens first and the other
+    moves, so this order also holds after a power failure.
     """
     for number, name in enumerate(names):
         (to / name).parent.mkdir(parents=True, exist_ok=True)

@@ -101,7 +101,7 @@ def runs_of(rows: torch.Tensor, width: int, sources: Sequence[tuple[str, int]]) 
 # A file starts with 8 bytes of little-endian header length and that many bytes of JSON (name ->
 # dtype, shape, data_offsets relative to the end of the header). The tensors follow without gaps.
 # Files are read with pread into a new buffer instead of mmap, because mapped pages count as memory
-# of the process. The pages read are dropped from the page cache, so that memory use stays constant
+# of the process. The pages read are dropped from the page cache, so memory use stays constant
 # inside a cgroup too.
 
 
@@ -420,8 +420,8 @@ def _pread(entry: TensorEntry, piece: torch.Tensor, offset: int) -> None:
 # -- Writing safetensors files in pieces -----------------------------------------------------------
 #
 # The division into shards and all headers are determined before any data is written. Every shard is
-# synced and dropped from the page cache as it grows, so that memory use stays constant inside a
-# cgroup. If there is more than one shard, an index is written last.
+# synced and dropped from the page cache as it grows, so memory use stays constant inside a cgroup.
+# If there is more than one shard, an index is written last.
 
 
 _SYNC_EVERY_BYTES = 64 * MiB

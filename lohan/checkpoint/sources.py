@@ -28,8 +28,8 @@ from lohan.util.files import checked, load_json, write_atomic
 #
 # For example, a checkpoint may store each expert as a tensor of its own. transformers has rules
 # that convert layouts for loading and for saving. Instead of weights, a rule is applied to tensors
-# of row numbers. The result shows which row of which tensor goes where, so that the weights
-# themselves can be read in contiguous runs.
+# of row numbers. The result shows which row of which tensor goes where, so the weights themselves
+# can be read in contiguous runs.
 
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -147,7 +147,7 @@ def saved_layout(model: nn.Module | None, shapes: Shapes) -> dict[str, str | Ass
         try:
             results = {key: tuple(t.shape) for key, t in convert({name: meta[name]}).items()}
         except (ValueError, KeyError):
-            break  # The rule needs other tensors too, as for the text and image experts of ERNIE.
+            break  # The rule needs other tensors too, for example for the experts of ERNIE.
         if any(
             key not in converted or converted[key].shape != shape for key, shape in results.items()
         ):

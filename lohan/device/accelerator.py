@@ -246,7 +246,7 @@ def forget_error() -> None:
 def pinned_by_torch(count: int) -> HostMemory:
     """Allocate pinned memory from the backend's host allocator, which may round up.
 
-    One page is added, so that the result can start on a page boundary, as direct I/O requires.
+    One page is added, because direct I/O requires that the result starts on a page boundary.
     """
     tensor = torch.empty(count + PAGE, dtype=torch.uint8, pin_memory=True)
     skip = -tensor.data_ptr() % PAGE

@@ -45,7 +45,8 @@ from lohan.util.units import MiB
 # -- Host memory that copies to and from a device can reach ----------------------------------------
 
 
-# Buffers of at least this size use huge pages, which saves address translations in the kernels.
+# Buffers of at least this size use huge pages, because these save address translations in the
+# kernels.
 HUGE = 4 * MiB
 
 HostMemory = np.ndarray[Any, np.dtype[np.uint8]]

@@ -217,7 +217,7 @@ class MissedBeats:
 
 START_TIMEOUT = timedelta(minutes=10)  # time for all ranks to start and connect
 MEETING_POLL_S = 0.1
-# The timeout for a rank that is alive, which may be loading or exporting.
+# The timeout of a collective. It is long, because a rank that is alive may be loading or exporting.
 COLLECTIVE_TIMEOUT = timedelta(days=2)
 FIRST_MESSAGE_BYTES = 2048  # bytes of a first message; longer values need a second one
 LENGTH_BYTES = 8  # bytes of the length field
@@ -328,7 +328,7 @@ class ProcessGroup:
     # -- net: the net lane's thread ---------------------------------------------------------------
 
     def all_gather_into(self, whole: torch.Tensor, shard: torch.Tensor) -> None:
-        """Gather the shards of all ranks into `whole`, of which `shard` is this rank's part.
+        """Gather the shards of all ranks into `whole`; `shard` is the shard of this rank.
 
         The shards have arrived when the call returns.
         """

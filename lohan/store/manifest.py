@@ -81,7 +81,7 @@ def checksum(data: Buffer | bytes, seed: int = 0) -> int:
 
 
 def plain_json(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of `meta` after a round trip through JSON, as a later reader will see it."""
+    """Return a copy of `meta` after a round trip through JSON, equal to what a reader will get."""
     try:
         copy = json.loads(json.dumps(dict(meta)))
     except (TypeError, ValueError) as error:

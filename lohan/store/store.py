@@ -144,7 +144,7 @@ class ChunkTracker:
         self._tickets.add(ticket)
 
     def claim(self, ticket: Ticket) -> None:
-        """Take a ticket out of the outstanding ones, so that only the caller waits for it."""
+        """Remove a ticket from the outstanding tickets, so that only the caller waits for it."""
         if ticket not in self._tickets:
             raise StoreError(
                 f"{ticket.kind} of {chunk_name(ticket.extent)} has already been waited for"
@@ -293,9 +293,9 @@ class Store:
         self._store_lock, self._created = lock, created
         self._status, self._cause, self._closed = status, "", False
         self._verify = verify
-        # The lock protects bookkeeping only. Transfers, checksums and waits run without it, so that
-        # any number of threads can transfer chunks at the same time. A commit holds the lock while
-        # it syncs.
+        # The lock protects bookkeeping only. Transfers, checksums and waits run without it, so any
+        # number of threads can transfer chunks at the same time. A commit holds the lock while it
+        # syncs.
         self._lock, self._tracker = threading.RLock(), ChunkTracker(volume.layout)
         # The time on the monotonic clock at which all files were last seen in their directories.
         self._seen_s = time.monotonic()

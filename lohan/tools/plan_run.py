@@ -233,8 +233,8 @@ def changes(case: Case) -> list[Change]:
     """Return the changes that would help, best first.
 
     Replanning for the measured rates is listed as a change of its own. The gains of drives and host
-    memory are relative to the better of the current plan and the new one, so that they do not
-    include the gain of replanning.
+    memory are relative to the better of the current plan and the new one, so they do not include
+    the gain of replanning.
     """
     current_s = case.step_s(case.plan, case.machine)
     replanned_s = current_s

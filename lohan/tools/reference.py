@@ -72,7 +72,7 @@ class PlainLion(torch.optim.Optimizer):
 # -- The run in memory: plain PyTorch and transformers, without LoHan's engine ---------------------
 #
 # 16-bit models have fp32 master weights, and fp16 models use the loss scale of a run. Weights after
-# every step are saved to files, so that the compared runs need not be in memory at the same time.
+# every step are saved to files, so the compared runs need not be in memory at the same time.
 
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

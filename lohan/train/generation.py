@@ -1,8 +1,8 @@
 """Generation of text with streamed weights.
 
 The prompt is processed in one pass. After that, every new token needs one pass over the weights.
-Several prompts are answered together, so that each pass gives one token to each of them. Keys and
-values are cached. The generation loop is that of transformers.
+Several prompts are answered together: each pass over the weights gives one token to every prompt.
+Keys and values are cached. The generation loop is that of transformers.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def _widget(kind: Kind) -> dict[str, Any]:
 
 
 def raw_value(info: FieldInfo, text: str) -> Any:
-    """Return the value of a field's text, as a TOML file would hold it."""
+    """Convert the text of a form field to the value that a TOML file would hold."""
     declared = [each.get("type", "string") for each in _alternatives(info.kind)]
     kinds = {one for each in declared for one in (each if isinstance(each, list) else [each])}
     if takes_list(info.kind):

@@ -37,7 +37,7 @@ class Places:
     def path(self, text: str | Path, what: str) -> Path:
         """Return a path, relative to the root, or raise ConfigError if it is not below a place.
 
-        Links are resolved first, so that a link in the folder cannot lead out of it.
+        Links are resolved first, so a link inside a place cannot give access to files outside.
         """
         try:
             joined = self.root / Path(text).expanduser()
