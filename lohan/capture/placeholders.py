@@ -476,7 +476,10 @@ def put_parameter(model: nn.Module, ref: ParameterRef, parameter: nn.Parameter) 
 
 
 def replace_parameters(model: nn.Module, new: Mapping[int, nn.Parameter]) -> None:
-    """Replace parameters in every module that uses them; `new` is indexed by the old one's id."""
+    """Replace parameters in every module that uses them.
+
+    The keys of `new` are the ids of the parameters to replace.
+    """
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and id(parameter) in new:

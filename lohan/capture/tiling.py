@@ -54,8 +54,8 @@ Forward = Callable[..., Any]
 class TileCut:
     """The division of a call of a part into tiles.
 
-    It contains the dimension of tokens, and which inputs and results have that dimension. The other
-    tensors are the same for all tokens.
+    It contains the dimension of tokens, and states which inputs and results have that dimension.
+    All other tensors are the same for all tokens.
     """
 
     dim: int
@@ -142,7 +142,7 @@ def _stream(arguments: Any) -> torch.Tensor | None:
 
 @contextmanager
 def _installed(parts: Sequence[_Part]) -> Iterator[None]:
-    """Replace the forwards of the modules by those of the parts for the duration of a call."""
+    """Let the modules run the forwards of the parts for the duration of a call."""
     before = [vars(part.module).get("forward") for part in parts]
     try:
         for part in parts:

@@ -422,8 +422,8 @@ def shapes_together(
 ) -> tuple[int, dict[str, BlockShape]]:
     """Return the tokens per sample, and the shapes of all blocks relative to that count.
 
-    Blocks of one model may see different numbers of tokens; the largest one counts. `batch` is
-    the shape of the model's input: samples and, if there are no blocks, tokens.
+    If the blocks of a model process different numbers of tokens, the largest number is returned.
+    `batch` is the shape of the model's input: samples and, if there are no blocks, tokens.
     """
     most = max((one.tokens for one in inventories.values()), default=math.prod(batch[:2]))
     seq = max(1, most // batch[0])

@@ -21,7 +21,7 @@ def attention_workspace(func: Any, args: Sequence[Any]) -> int:
 
     No tensor shows them. They hold sums of gradients in fp32 and, if query heads share keys and
     values, the gradients of keys and values for every query head. cuDNN's kernel, which torch
-    prefers on cards for servers, is taken to need what flash attention needs.
+    prefers on cards for servers, is assumed to need as much as flash attention.
     """
     if func not in (FLASH, EFFICIENT, CUDNN) or args[1].device.type == "cpu":
         return 0
@@ -39,10 +39,11 @@ RECURRENT = {torch.ops.aten.mkldnn_rnn_layer.default, torch.ops.aten._cudnn_rnn.
 
 
 def recurrent_workspace(func: Any, args: Sequence[Any], out: Any) -> int:
-    """Return at least the bytes that a kernel of a recurrent layer keeps for its backward.
+    """Return an upper bound of the bytes that a recurrent layer's kernel keeps for its backward.
 
-    Kernels on fake tensors return it empty. oneDNN keeps up to 16 numbers in fp32 for each token
-    and unit, in padded rows, and eight pages; cuDNN's kernels are taken to need no more.
+    On fake tensors, kernels return an empty workspace. oneDNN keeps up to 16 numbers in fp32 for
+    each token and unit, in padded rows, and eight pages; cuDNN's kernels are assumed to need no
+    more.
     """
     if func not in RECURRENT:
         return 0

@@ -37,8 +37,8 @@ from lohan.store.store import Store
 def config_of(model: nn.Module | None) -> Any:
     """Return the object that can write config.json for a model, or None.
 
-    This is the model itself for diffusers. For other models, it is their config, in which the class
-    of the model is entered first, as `save_pretrained` does.
+    This is the model itself for diffusers. For other models, it is their config. The name of the
+    model's class is written into the config first, as `save_pretrained` does.
     """
     if hasattr(model, "save_config"):
         return model

@@ -27,8 +27,9 @@ DOUBLE = 8  # bytes of a number in double precision
 class OffloadedGradients(Mapping[int, torch.Tensor]):
     """Gradients in host memory, filled by an asynchronous copy from the device.
 
-    Readers wait for the copy: a lane or, for the norm at the end of backward, the caller. `squares`
-    is the sum of their squares, computed on the device and copied with them.
+    Reading a gradient waits for the copy, on a lane or, for the norm at the end of backward, on the
+    caller's thread. `squares` is the sum of the squares of all gradients. The device computes it,
+    and it is copied with the gradients.
     """
 
     def __init__(

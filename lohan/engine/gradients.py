@@ -121,8 +121,8 @@ class StepCollectives:
     def late_groups(self, collectives_checksum: int, numbers: list[int]) -> list[int]:
         """Return the groups that have gradients on some rank but are not reduced by a schedule.
 
-        `collectives_checksum` covers the collectives that this rank has called, and must be equal
-        on all ranks.
+        `collectives_checksum` covers the collectives that this rank has called, and an error is
+        raised unless it is equal on all ranks.
         """
         gathered = self.process_group.all_gather_object([collectives_checksum, numbers])
         for rank, (checksum, _) in enumerate(gathered):
@@ -158,9 +158,9 @@ def pack(
 ) -> torch.Tensor:
     """Return the message of one rank, with a row for each rank.
 
-    A row holds that rank's shard of the group in fp32, then a flag for each tensor that has a
-    gradient here. A tensor has no gradient in the sum only if it has none on any rank. Nothing here
-    waits for the device.
+    The row for a rank holds the gradients of that rank's shard in fp32, then a flag for each
+    tensor: whether the calling rank has a gradient for it. A tensor has no gradient in the sum only
+    if it has none on any rank. This function does not wait for the device.
     """
     count = ranks.shard_numel(group)
     flags = align_up(len(group.tensors), FLAGS_ALIGN)
@@ -233,7 +233,7 @@ SCALED_ELEMENTS = 2**22  # 16-bit elements that are scaled at a time
 def scale_(values: torch.Tensor, factor: float | torch.Tensor) -> None:
     """Multiply in place by a number, or by a tensor on the compute device.
 
-    Both give the same bits. A factor that is rounded to 16 bits would give others.
+    Both give the same bits. The factor is not rounded to 16 bits, which would change the result.
     """
     if not isinstance(factor, torch.Tensor):
         if factor != 1.0:
@@ -430,8 +430,8 @@ class GradientCollector:
     def finish(self, site: int) -> None:
         """Hand over the groups whose last use was the backward of this site.
 
-        Gradients that wait for an earlier block are moved to host memory in the meantime, unless
-        ranks reduce them on the device.
+        If an earlier block will add to a gradient, the gradient is moved to host memory until then,
+        unless ranks reduce it on the device.
         """
         keys = self._blocks.sites[site].groups
         over = [key for key in keys if self.sink.end_use(key)]

@@ -114,9 +114,9 @@ class Replanner:
     def _look(self, spans: list[Span], *, step_s: float) -> Decision:
         """Measure the machine by one step, and return a better plan with its forecast, if any.
 
-        Compute before the last forward and after the start of a call without gradients is
-        ignored: it was an evaluation, a run of the step that did not count, or a call whose
-        gradients are accumulated.
+        Only compute from the start of the last forward to the start of a call without gradients
+        counts. Other compute was an evaluation, a run of the step that was repeated, or a call
+        whose gradients are accumulated.
         """
         executor = self._session.executor
         began_s, stop_s = executor.forward_began_s, executor.inference_began_s

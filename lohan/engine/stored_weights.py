@@ -350,7 +350,7 @@ class _MergeAndUnload(_Method):
     def __call__(self, *args: Any, **named: Any) -> nn.Module:
         """Return the base model, whose `save_pretrained` streams the merged weights.
 
-        Its calls still add the adapter.
+        Calls of the returned model still include the adapter.
         """
         base: Any = base_of(self._stored.model)
         with self._stored.reading() as read:

@@ -141,9 +141,9 @@ class WrappedSite:
     ) -> Iterator[None]:
         """Replace the site's parameters by tensors for the duration of a call.
 
-        They are installed as parameters, because a parametrization inside the call, such as
-        that of PEFT for experts, restores what it finds. With `with_graph`, each tensor
-        states whether it takes a gradient, which determines what autograd saves.
+        The tensors are installed as parameters, because a parametrization inside the call, such as
+        PEFT's for experts, restores the objects that it finds. With `with_graph`, each tensor takes
+        a gradient if its parameter does, because this determines what autograd saves.
         """
         for parameters, attribute, _, _ in self._parameters:
             if attribute not in parameters:

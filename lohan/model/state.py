@@ -167,7 +167,7 @@ class StateArray:
 class ChunkBytes(dict[int, int]):
     """Maps the number of parameters of a state chunk to its bytes, computed once for each number.
 
-    The cache exists because planning asks for the same sizes very often.
+    Results are cached because planning needs the same sizes very often.
     """
 
     def __init__(self, arrays: tuple[StateArray, ...]) -> None:

@@ -337,10 +337,10 @@ def solve(problem: MachineProblem) -> MachinePlan:
 
 
 def with_alternatives(plan: MachinePlan) -> MachinePlan:
-    """Return the plan with alternatives added, each planned in the same way as the run.
+    """Return the plan with alternatives, each of which is planned in the same way as the run.
 
-    The alternatives are the plan with the default optimizer, if the run uses another one, and the
-    options with which less is written.
+    The alternatives are the default optimizer, if the run uses another optimizer, and options with
+    which less is written.
     """
     default_plan, unlogged, world = None, plan.unlogged, plan.options.world
     problem = MachineProblem(

@@ -140,8 +140,9 @@ def closed_form_plan(problem: PlanProblem, order: FillOrder = FillOrder()) -> Pl
 def check_fits(problem: PlanProblem) -> Plan:
     """Return any plan that fits, or raise a BudgetError if the run is not possible.
 
-    Only the largest and the smallest micro-batch are tried. A smaller micro-batch needs less
-    memory, except that the gradients of the whole batch in one slice may have fewer bits.
+    Only the largest and the smallest micro-batch are tried. Usually, a smaller micro-batch needs
+    less memory. The exception is the whole batch in one slice, because its gradients need not be
+    summed in fp32.
     """
     return next(_fitting(problem, FillOrder(), ends=True))[1]
 
@@ -201,7 +202,7 @@ def _tile_sizes(workload: BatchWorkload | None, options: PlanOptions) -> list[in
 def _tiles_help(plan: Plan, device: int, host_bytes: int) -> bool:
     """Return whether a plan would fit if blocks needed almost no memory for their computation.
 
-    Masks are left out too, because they are counted unless it is known that there are none.
+    Masks are ignored too, because plans count them unless it is known that there are none.
     """
     work: Counter[str] = Counter()
     for entry in plan.ledger:

@@ -53,8 +53,8 @@ class GreedyFill:
     def unspill(self, plan: Plan) -> Plan:
         """Keep held gradients in memory instead of on SSD, as many groups as fit.
 
-        The first blocks have priority: their gradients are held for the shortest time and are
-        needed first.
+        The first blocks have priority: the next forward needs their gradients first, so they are
+        held for the shortest time.
         """
         spilled = set(plan.spilled_gradients)
         first = [group.key for group in self._memory.trained if group.key in spilled]

@@ -60,7 +60,7 @@ class Upcoming:
             self._at.setdefault(group, deque()).append(position)
 
     def passed(self, groups: Sequence[int]) -> None:
-        """Record that the next groups in the order were used. `groups` are these groups."""
+        """Record that `groups` were used. They are expected to be the next groups in the order."""
         self._passed += len(groups)
         for group in groups:
             self._at[group].popleft()
@@ -195,7 +195,7 @@ class Builder:
     def bring(self, group: int, upcoming: Upcoming) -> None:
         """Read the weights of a group, replacing the group whose next use is farthest away.
 
-        If logged gradients are about to be applied to them, those of the last full state are read.
+        If logged gradients are about to be applied, the weights of the last full state are read.
         """
         replays = self.spec.log and group in self.due and group not in self.cached
         slot = self.slot_of(group)
@@ -244,7 +244,10 @@ class Builder:
         return tuple(map(find, groups))
 
     def offload_gradients(self, group: int, *rooms: Effect) -> None:
-        """Copy the gradients of a group to host memory; `rooms` are the effects on rooms."""
+        """Copy the gradients of a group to host memory.
+
+        `rooms` are the effects of the copy on the rooms for gradients (`_GradientRooms`).
+        """
         if self.spec.device_slots:
             if self.spec.net:
                 self.emit(Op.REDUCE_SCATTER, group)
