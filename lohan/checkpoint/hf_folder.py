@@ -545,9 +545,9 @@ def export_folder(
     generation settings and tokenizer files are copied from `source_folder` unless they are given as
     arguments. Without a source folder, only the arguments are written, and a config that has no
     save method is left out. A tied weight is listed once, under the name that named_parameters()
-    gives it. `mark` is the id of the run if a run exports by itself, and None if the user requested
-    the export. `card` is the text of the model card; without it, the card of the source folder is
-    copied.
+    gives it. If `mark` is given, it is recorded in the folder as the id of the run, and an existing
+    folder is replaced only if it holds an export with the same id. `card` is the text of the model
+    card; without it, the card of the source folder is copied.
     """
     target = Path(out).absolute()
     buffers = buffers or {}
