@@ -327,8 +327,8 @@ class _TiledCall:
         """
         count = self.count
         # Parameters are needed because a parametrization inside the part, such as PEFT's for expert
-        # tensors, puts back what it replaced, and a plain tensor would become an attribute of the
-        # module.
+        # tensors, restores the objects that it replaced, and a plain tensor would become an
+        # attribute of the module.
         weights: list[torch.Tensor] = [
             nn.Parameter(weight.detach(), requires_grad=takes_gradient)
             for weight, takes_gradient in zip(tensors[count:], wanted[count:], strict=True)

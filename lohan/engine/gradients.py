@@ -591,7 +591,7 @@ class GradientCollector:
         )
 
     def absent(self) -> list[str]:
-        """Return the parameters without a gradient, for which PyTorch does not count the step."""
+        """Return the parameters without a gradient. Like PyTorch, LoHan counts no step for them."""
         names = [
             tensor.name
             for number, group in enumerate(self._blocks.groups)

@@ -259,10 +259,10 @@ class OffloadedCall:
     """A call whose activations are offloaded from the device."""
 
     call: weakref.ref[SavedCall]
-    # keeps the call alive until its activations were copied, even if the graph is freed
+    # keeps the call alive until its activations are copied, even if the graph is freed
     held: SavedCall | None
     device_buffer: int
-    host_buffer: int | None  # the buffer through which they are spilled to SSD
+    host_buffer: int | None  # the buffer through which the activations are spilled to SSD
     inputs: Pack
     slices: list[Pack | None] = field(default_factory=list)
     used: int = 0  # bytes of host memory used so far

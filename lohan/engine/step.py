@@ -80,8 +80,8 @@ class Step:
     handed_over: set[int] = field(default_factory=set)  # groups that were finished in backward
     # The tensors that got a gradient, for each group whose gradients were handed over.
     gradients: dict[int, frozenset[int]] = field(default_factory=dict)
-    # Whether gradients are kept after their use until the norm is known; `used` lists the used
-    # ones.
+    # Whether gradients are kept after their use until the norm is known. `used` lists the groups
+    # whose gradients were used.
     keeps_gradients: bool = False
     used: list[int] = field(default_factory=list)
     decision: Decision | None = None

@@ -29,7 +29,7 @@ from lohan.schedule.simulate import (
 from lohan.schedule.steps import ExecutionOrder, Phases, chain_of, planned_order, spec_of
 from lohan.util.trace import LANES, Span, busy_s, overlap_shares
 
-BUS = "bus"  # main memory as a lane, which drives, links and updates share
+BUS = "bus"  # main memory, which drives, links and updates share, as a lane
 K = TypeVar("K")
 V = TypeVar("V")
 PHASES = ("forward", "backward", "after backward")

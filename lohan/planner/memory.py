@@ -141,7 +141,7 @@ def _backward(calls: Sequence[Call], rules: Rules) -> Iterator[HeldBytes]:
 
 # -- Peak memory of a device with its own memory ---------------------------------------------------
 #
-# It consists of slots and buffers that always exist, and the peak of a step.
+# This memory consists of slots and buffers that always exist, and of the peak of a step.
 #
 # In forward there are no gradients of blocks: a block runs after its weights were updated, and
 # links transfer in order. The head has none either. In backward, gradients of earlier blocks may be
@@ -805,7 +805,8 @@ class MemoryModel:
         if room:
             entries.append(LedgerEntry("ssd", "room for held gradients", trained * FLOAT))
         if plan.log_gradients:
-            # One segment more than steps: the next step is appended while the last one is folded.
+            # The log has one segment more than logged steps, because the next step is appended
+            # while the last one is folded.
             count = (plan.log_gradients + 1) * trained * FLOAT
             entries.append(LedgerEntry("ssd", LOG, count))
         if plan.spilled_sites:
