@@ -103,7 +103,7 @@ class TiledForward:
             raise
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Find the parts of a kind of call. This must happen before such a call is recorded."""
+        """Find the parts of a kind of call. Call this before such a call is recorded."""
         stream, kind = _stream((args, kwargs)), self._kind(args, kwargs)
         if stream is None or kind in self._parts:
             return
@@ -182,7 +182,7 @@ class _Part:
         return pytree.tree_unflatten(call.with_results(out), call.result_spec)
 
     def _tiles_are_independent(self, call: _TiledCall, tiles: Sequence[slice]) -> bool:
-        """Return whether two tiles of the real size, with real values, do not mix."""
+        """Return whether two tiles of the real size, with real values, do not affect each other."""
         if self._is_sound is not None:
             return self._is_sound
         if any(isinstance(tensor, FakeTensor) for tensor in call.tensors):

@@ -87,9 +87,9 @@ def accept_plan(plan: Plan, problem: PlanProblem) -> Planned:
 
 
 def _check_options(plan: Plan, options: PlanOptions) -> None:
-    """Raise a ConfigError if the plan is for a run with other numbers.
+    """Raise a ConfigError if the plan's options that affect results differ from the run's.
 
-    Options that the run leaves to the planner are decided by the plan.
+    If the run leaves an option to the planner, the plan may have any value.
     """
     fixed: dict[str, tuple[object, object]] = {
         "dtype": (plan.dtype, options.dtype),
