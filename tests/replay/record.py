@@ -100,7 +100,9 @@ PLANS = (
 SCHEDULES = (
     "--model SMALL --machine rtx3090 --batch 4 --seq 128 --host 30MiB --device-memory 30MiB",
     "--model SMALL --machine rtx3090 --batch 4 --seq 128 --host 30MiB --device-memory 30MiB"
-    " --update-mode optimized --clip 0",
+    " --log-gradients off",
+    "--model SMALL --machine rtx3090 --batch 4 --seq 128 --host 30MiB --device-memory 30MiB"
+    " --update-mode optimized --clip 0 --log-gradients off",
     "--model SMALL --machine rtx4090 --batch 4 --seq 128 --host 60MiB --gpus 2",
     "--model SMALL --machine DESK --batch 4 --seq 128 --host 30MiB",
     "--model SMALL --machine DESK --batch 4 --seq 128 --host 40MiB --update-mode naive --clip 0",
