@@ -248,7 +248,28 @@ def test_training_from_the_form_to_the_answer(window: Window, address: str, root
     window.open(f"{address}#/runs")
     window.shows("finished")
     window.pictures("runs")
+    compare_with_second_run(window, address, root)
     assert window.errors() == []
+
+
+def compare_with_second_run(window: Window, address: str, root: Path) -> None:
+    """Repeat the training with a lower learning rate, and compare both runs on one page."""
+    settings = (root / "my-run.toml").read_text().replace("my-run", "lower-rate")
+    settings, changed = re.subn(r"(?m)^lr = .*$", "lr = 3e-4", settings)
+    assert changed == 1
+    (root / "lower-rate.toml").write_text(settings)
+    command = [sys.executable, "-m", "lohan", "train", "--config", "lower-rate.toml"]
+    subprocess.run(command, check=True, cwd=root, capture_output=True)
+    window.open(f"{address}#/runs")
+    window.shows("lower-rate")
+    for name in ("my-run", "lower-rate"):
+        window.run("document.querySelector(arguments[0]).click()", f'[aria-label="compare {name}"]')
+    window.click("Compare 2 runs")
+    window.until(lambda: len(window.points("rate")) == 2, "no learning rates of two runs")
+    for chart, key in {"rate": "lr", "norm": "grad_norm", "speed": "tokens_per_s"}.items():
+        for name, points in window.points(chart).items():
+            assert points == [STEPS, STEPS, step_rows(RunFolder(root / name))[-1][key]]
+    window.pictures("two")
 
 
 def folder_step(window: Window) -> int:
