@@ -8,7 +8,6 @@ change when a run is resumed. Every manifest records the groups of its step.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
@@ -341,8 +340,10 @@ class Members:
 
     @classmethod
     def of(cls, names: Iterable[str]) -> Members:
+        from hashlib import sha256  # loads OpenSSL, which `lohan --help` does not need
+
         ordered = sorted(names)
-        return cls(len(ordered), hashlib.sha256("\n".join(ordered).encode()).hexdigest()[:16])
+        return cls(len(ordered), sha256("\n".join(ordered).encode()).hexdigest()[:16])
 
 
 def members_by_group(groups: int, index: Mapping[str, int]) -> tuple[Members, ...]:
