@@ -492,7 +492,7 @@ def test_an_export_that_was_edited_is_not_replaced(tmp_path, monkeypatch):
     for name in ("config.json", "model.safetensors"):
         before = (target / name).read_text()
         (target / name).write_text("2" * len(before))
-        with pytest.raises(Exception, match=f"holds '{name}', which this run has not written"):
+        with pytest.raises(Exception, match=f"holds '{name}', which this run did not write"):
             check_own(target, "run")
         (target / name).write_text(before)
 
@@ -622,9 +622,9 @@ def test_settings_are_not_written_over_anything(inputs, tmp_path, call):
     before = tree(tmp_path)
     command = ["init", "--model", inputs / "model", "--data", inputs / "train.jsonl"]
     for name, message in (
-        ("mine.toml", "is there already"),
-        ("nowhere.toml", "is there already"),
-        (".", "is there already"),
+        ("mine.toml", "already exists"),
+        ("nowhere.toml", "already exists"),
+        (".", "already exists"),
         ("no/x.toml", "no such folder"),
         ("x" * 300, "cannot be written: File name too long"),
     ):

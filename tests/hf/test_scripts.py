@@ -227,13 +227,13 @@ import sys
 import transformers
 import lohan.hf
 from tests.support.small_models import small_model
-from tests.support.trainer_scripts import made
+from tests.support.trainer_scripts import new_trainer
 from pathlib import Path
 
 model, out = small_model("llama"), Path(sys.argv[1])
-first = made(lohan.hf.Trainer, out / "1", model=model)
+first = new_trainer(lohan.hf.Trainer, out / "1", model=model)
 first.train()
-second = made(lohan.hf.Trainer, out / "2", model=model)
+second = new_trainer(lohan.hf.Trainer, out / "2", model=model)
 second.train()
 print("trained", second.state.global_step)
 """

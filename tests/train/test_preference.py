@@ -240,7 +240,7 @@ def test_a_model_with_a_loss_of_its_own_is_refused(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its forward would ignore the loss it is given, and train on another one."""
-    for module in ("attach", "workload"):
+    for module in ("attach", "context"):
         monkeypatch.setattr(f"lohan.engine.{module}.find_decoder", lambda model: None)
     with pytest.raises(ModelError, match="LlamaForCausalLM has a loss of its own"):
         run(model, tmp_path / "run", "dpo")
