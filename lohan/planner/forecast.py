@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from itertools import islice
 from math import inf
 from typing import TypeVar
 
@@ -90,6 +90,11 @@ class Forecast:
         )
 
     @property
+    def lane_bound(self) -> bool:
+        """Whether the busiest lane is busy during the whole step."""
+        return max(self.busy_s.values()) >= self.step_s
+
+    @property
     def tokens_per_s(self) -> float:
         return self.tokens / self.step_s
 
@@ -97,6 +102,18 @@ class Forecast:
     def binding(self) -> str:
         busy = {**self.busy_s, BUS: self.bus_s}
         return max(busy, key=lambda lane: busy[lane])
+
+
+class _Chain:
+    """The phases of consecutive steps. A step is built when it is first requested."""
+
+    def __init__(self, steps: Iterator[Phases]) -> None:
+        self._built, self._others = list[Phases](), steps
+
+    def steps(self, count: int) -> list[Phases]:
+        """Return the phases of the first `count` steps."""
+        self._built += islice(self._others, max(0, count - len(self._built)))
+        return self._built[:count]
 
 
 @dataclass(frozen=True)
@@ -112,7 +129,7 @@ class Simulator:
     )
 
     # The last schedules. Plans that differ in what compute does have the same schedule.
-    _schedules: dict[tuple[ScheduleSpec, ExecutionOrder], list[Phases]] = field(
+    _schedules: dict[tuple[ScheduleSpec, ExecutionOrder], _Chain] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -122,12 +139,40 @@ class Simulator:
         A `rough` forecast, which is used to compare plans, joins chunks if there are many. If there
         are very many, every forecast joins them.
         """
-        if not rough:
-            return self._simulated(plan, clipped=clipped, rough=False)
-        simulated = partial(self._simulated, plan, clipped=clipped, rough=True)
-        return _remembered(self._rough, (plan, clipped), simulated)
+        cached = self._rough.get((plan, clipped)) if rough else None
+        if cached is not None:
+            return cached
+        forecast = self._simulated(plan, clipped=clipped, rough=rough)
+        assert forecast is not None
+        return forecast
 
-    def _simulated(self, plan: Plan, *, clipped: bool, rough: bool) -> Forecast:
+    def faster(self, plan: Plan, than_s: float, *, bound_first: bool = False) -> Forecast | None:
+        """Return the rough forecast of a plan if its steps take less than `than_s`, or None.
+
+        Most plans that take longer are recognized before all of their steps are simulated. With
+        `bound_first`, the busiest lane of the plan is expected to take that long, and its seconds
+        are computed first.
+        """
+        forecast = self._rough.get((plan, False))
+        if forecast is None:
+            forecast = self._simulated(
+                plan, clipped=False, rough=True, than_s=than_s, bound_first=bound_first
+            )
+        return forecast if forecast is not None and forecast.step_s < than_s else None
+
+    def _simulated(
+        self,
+        plan: Plan,
+        *,
+        clipped: bool,
+        rough: bool,
+        than_s: float = inf,
+        bound_first: bool = False,
+    ) -> Forecast | None:
+        """Return the forecast of a plan, or None if a lower bound of its steps is `than_s` or more.
+
+        The bounds are the seconds of the busiest lane, and those of a step without commits.
+        """
         profile, blocks, workload = self.profile, self.blocks, self.workload
         work = step_work(blocks, workload, plan, has_own_memory=profile.has_link)
         spec = self.spec(plan)
@@ -141,12 +186,20 @@ class Simulator:
         durable = every or spec.log
         machine = profile if durable else replace(profile, commit_s=0.0)
         commits = (True,) * STEPS if every else COMMITTING_STEPS
+        costs = ActionCosts(machine, work)
+        if than_s < inf and bound_first and (spec, order) not in self._schedules:
+            # The seconds of lanes do not depend on waits, which take half of the time to derive.
+            *_, step = chain_of(spec, order, commits[:STEPS], waits=False)
+            if max(_lane_s(costs, tuple(step.values())).values()) >= than_s:
+                return None
         chain = _remembered(
-            self._schedules, (spec, order), lambda: list(chain_of(spec, order, commits))
+            self._schedules, (spec, order), lambda: _Chain(chain_of(spec, order, commits))
         )
-        phases = tuple(phase for step in chain[:STEPS] for phase in step.values())
-        timeline, costs = _timed(machine, phases, work)
+        phases = tuple(phase for step in chain.steps(STEPS) for phase in step.values())
         last = phases[-(len(phases) // STEPS) :]
+        if than_s < inf and max(_lane_s(costs, last).values()) >= than_s:
+            return None
+        timeline, costs = _timed(costs, phases)
         written = sum(work.written(a) for phase in last for a in phase if a.kind.writes)
         lane_s, world = _lane_s(costs, last), plan.world
         forecast = Forecast(
@@ -160,10 +213,15 @@ class Simulator:
             shared_s(profile, lane_s),
             _bus_s(profile, work, last),
         )
-        if every:
-            return forecast
-        later = tuple(phase for step in chain[STEPS:] for phase in step.values())
-        return _with_commits(forecast, profile, spec, later)
+        if forecast.step_s >= than_s:
+            return None
+        if not every:
+            steps = chain.steps(len(commits))[STEPS:]
+            later = tuple(phase for step in steps for phase in step.values())
+            forecast = _with_commits(forecast, profile, spec, later)
+        if rough:
+            _remember(self._rough, (plan, clipped), forecast)
+        return forecast
 
     def spec(self, plan: Plan) -> ScheduleSpec:
         return spec_of(self.blocks, plan)
@@ -172,10 +230,15 @@ class Simulator:
 def _remembered(cache: dict[K, V], key: K, compute: Callable[[], V]) -> V:
     """Return the cached value of a key, or compute it and evict the oldest values."""
     if key not in cache:
-        while len(cache) >= CACHED_FORECASTS:
-            del cache[next(iter(cache))]
-        cache[key] = compute()
+        _remember(cache, key, compute())
     return cache[key]
+
+
+def _remember(cache: dict[K, V], key: K, value: V) -> None:
+    """Cache the value of a key, and forget the oldest values."""
+    while len(cache) >= CACHED_FORECASTS:
+        del cache[next(iter(cache))]
+    cache[key] = value
 
 
 def _joined(spec: ScheduleSpec, work: StepWork, limit: int) -> tuple[ScheduleSpec, StepWork]:
@@ -227,7 +290,7 @@ def _with_commits(
     what the commit adds.
     """
     machine = replace(profile, commit_s=0.0)
-    timeline, _ = _timed(machine, forecast.phases + later, forecast.work)
+    timeline, _ = _timed(ActionCosts(machine, forecast.work), forecast.phases + later)
     step_s, world, interval = forecast.step_s, forecast.plan.world, forecast.plan.commit
     longer_s = timeline.step_ends[-1] - timeline.step_ends[1] - 2 * step_s
     added = Commit(
@@ -259,7 +322,7 @@ def commit_bytes(work: StepWork, spec: ScheduleSpec) -> float:
 
 def on_machine(forecast: Forecast, profile: Profile) -> Forecast:
     """Return the forecast of the same plan and schedule on another machine."""
-    timeline, costs = _timed(profile, forecast.phases, forecast.work)
+    timeline, costs = _timed(ActionCosts(profile, forecast.work), forecast.phases)
     lane_s = _lane_s(costs, tuple(forecast.steady_phases().values()))
     bus_s = _bus_s(profile, forecast.work, tuple(forecast.steady_phases().values()))
     shared = shared_s(profile, lane_s)
@@ -283,15 +346,15 @@ def _lane_s(costs: ActionCosts, phases: Sequence[Schedule]) -> dict[str, float]:
     return total
 
 
-def _timed(
-    profile: Profile, phases: Sequence[Schedule], work: StepWork
-) -> tuple[Timeline, ActionCosts]:
+def _timed(costs: ActionCosts, phases: Sequence[Schedule]) -> tuple[Timeline, ActionCosts]:
     """Simulate the phases and return the timeline and the costs of the actions.
 
     If cores and drives slow each other down, the slowdown depends on which actions overlap, and the
     overlap depends on the slowdown. The simulation is repeated a few times and converges quickly.
+    `costs` are those without a slowdown.
     """
-    costs, shared = ActionCosts(profile, work), not profile.has_gpu
+    profile, work = costs.profile, costs.work
+    shared = not profile.has_gpu
     timeline = simulate(phases, costs.seconds, caller_updates=shared)
     for _ in range(
         SLOWDOWN_ROUNDS if shared and (profile.io_share or profile.compute_share) else 0

@@ -346,10 +346,14 @@ def _logged_plan(
             candidate = closed_form_plan(replace(problem, options=options.logging(steps)))
             if candidate.world * (candidate.tier_bytes("ssd") + spare) > min(rooms):
                 continue
-            logged = simulator.forecast(candidate, rough=True)
+            # Longer steps than these end the search.
+            hopeless_s = math.nextafter(LOG_HOPELESS * least_s, math.inf)
+            logged = simulator.faster(candidate, hopeless_s)
+            if logged is None:
+                break
             if logged.step_s <= least_s:
                 best, least_s = (candidate, logged), BETTER_SHARE * logged.step_s
-            elif best is not None or logged.step_s > LOG_HOPELESS * least_s:
+            elif best is not None:
                 break
     return best
 
@@ -516,8 +520,7 @@ class _PlanSearch:
         if simulator is None:
             return plan, None
         blocks, workload = simulator.blocks, simulator.workload
-        simulated = partial(simulator.forecast, rough=True)
-        forecast = simulated(plan)
+        forecast = simulator.forecast(plan, rough=True)
         if options.minimise != "time" or not plan.overlap:
             return plan, forecast
         memory = MemoryModel.of(blocks, plan, workload, has_own_memory=simulator.profile.has_link)
@@ -530,14 +533,17 @@ class _PlanSearch:
             forecast = _best_level(
                 forecast,
                 kept_levels,
-                lambda kept: simulated(plan_of(_keeping(options, kept))),
+                lambda kept, than_s, bound_first: simulator.faster(
+                    plan_of(_keeping(options, kept)), than_s, bound_first=bound_first
+                ),
                 near=near,
             )
             options = _keeping(options, forecast.plan.kept)
         update_mode = options.update_mode
         if forecast.plan.deferred:
-            at_once = simulated(plan_of(replace(options, update_mode="optimized")))
-            if at_once.step_s < forecast.step_s:
+            optimized = plan_of(replace(options, update_mode="optimized"))
+            at_once = simulator.faster(optimized, forecast.step_s, bound_first=forecast.lane_bound)
+            if at_once is not None:
                 forecast, options = at_once, replace(options, update_mode="optimized")
         best, plan = forecast, forecast.plan
         # With a log, a byte of weights in memory saves three transfers, so weights come first.
@@ -548,11 +554,11 @@ class _PlanSearch:
             fixed = replace(options, micro_batch=plan.micro_batch)
             whole = self._closed_form(fixed, replace(order, whole_groups=True))
             if whole.host_cached_state != plan.host_cached_state:
-                cached_whole = simulated(whole)
                 best = (
-                    cached_whole
-                    if cached_whole.step_s < BETTER_SHARE * forecast.step_s
-                    else forecast
+                    simulator.faster(
+                        whole, BETTER_SHARE * forecast.step_s, bound_first=forecast.lane_bound
+                    )
+                    or forecast
                 )
         plan = replace(best.plan, update_mode=update_mode)
         return plan, replace(best, plan=plan)
@@ -561,16 +567,16 @@ class _PlanSearch:
 def _to_minimise(simulator: Simulator, minimise: str, plan: Plan, least: float = math.inf) -> float:
     """Return the quantity that is minimised, if half of the steps are clipped.
 
-    `least` is the best value so far. A result that is not below it may be too small.
+    `least` is the best value so far. The result is inf if it is certainly not below that.
     """
+    if minimise == "time":
+        # A plan is too slow if its steps are, because clipped steps usually take longer still.
+        fast = simulator.faster(plan, least)
+        return math.inf if fast is None else _expected_s(simulator, fast, clipped=0.5)
     forecast, profile = simulator.forecast(plan, rough=True), simulator.profile
     if minimise == "writes":
         return forecast.written_bytes
-    if minimise == "time" and forecast.step_s >= least:  # Clipped steps usually take longer still.
-        return forecast.step_s
     step_s = _expected_s(simulator, forecast, clipped=0.5)
-    if minimise == "time":
-        return step_s
     return step_s * profile.usd_per_s + forecast.written_bytes * profile.usd_per_written_byte
 
 
@@ -589,14 +595,15 @@ def _expected_s(simulator: Simulator, forecast: Forecast, *, clipped: float) -> 
 def _best_level(
     best: Forecast,
     kept_levels: list[Kept],
-    simulated: Callable[[Kept], Forecast],
+    faster: Callable[[Kept, float, bool], Forecast | None],
     *,
     near: Sequence[Kept],
 ) -> Forecast:
     """Return the forecast of the fastest level of activations that the search finds.
 
     The search simulates levels over the whole range, or the levels `near` if there are any, and
-    then the neighbours of the best level.
+    then the neighbours of the best level. `faster` returns the forecast of a level if its step is
+    shorter than the given seconds; its last argument is as in Simulator.faster.
     """
     at = kept_levels.index(best.plan.kept) if best.plan.kept in kept_levels else 0
     seen = set[int]()
@@ -608,8 +615,8 @@ def _best_level(
             if number in seen or not 0 <= number < len(kept_levels):
                 continue
             seen.add(number)
-            other = simulated(kept_levels[number])
-            if other.step_s < BETTER_SHARE * best.step_s:
+            other = faster(kept_levels[number], BETTER_SHARE * best.step_s, best.lane_bound)
+            if other is not None:
                 best, at = other, number
     return best
 

@@ -676,35 +676,35 @@ class PolicyCosts(ActionCosts):
         # Chunks are single tensors.
         tensors = int(kind.lane == "ssd" and kind.subject is Subject.CHUNK)
         if kind == Op.READ_WEIGHTS:
-            tensors = len(self._work.chunk_sizes[action.index])
+            tensors = len(self.work.chunk_sizes[action.index])
         return super().seconds(action) + tensors * policy.op_s
 
     def _stalled_s(self, action: Action) -> float:
         """Return the seconds for which compute waits for its own activations on the link."""
-        rate = self._profile.d2h if action.kind == Op.FORWARD else self._profile.h2d
-        return self._policy.stall * self._work.sites[action.index].kept_bytes / rate
+        rate = self.profile.d2h if action.kind == Op.FORWARD else self.profile.h2d
+        return self._policy.stall * self.work.sites[action.index].kept_bytes / rate
 
     def _held_up_s(self, site: int) -> float:
         """Return the seconds for which the update of a site blocks backward in mode `naive`.
 
         The update runs on the thread that launches the GPU kernels.
         """
-        if self._policy.update_mode != "naive" or site >= len(self._work.groups):
+        if self._policy.update_mode != "naive" or site >= len(self.work.groups):
             return 0.0
-        return self._update_s(self._work.groups[site])
+        return self._update_s(self.work.groups[site])
 
     def _update_s(self, numel: float) -> float:
-        rate, gpus = self._policy.sum_rate, self._profile.gpus
+        rate, gpus = self._policy.sum_rate, self.profile.gpus
         summed = ELEMENT_BYTES * gpus + SUM_BYTES if rate and gpus > 1 else 0
-        return numel / self._profile.adam + (summed * numel / rate if summed else 0.0)
+        return numel / self.profile.adam + (summed * numel / rate if summed else 0.0)
 
     def _device_update_s(self) -> float:
-        share = self._profile.gpus if self._policy.model_parallel else 1
-        size = sum(self._work.groups) / share * DEVICE_UPDATE_BYTES
-        return size / self._profile.device_rate if self._profile.device_rate else 0.0
+        share = self.profile.gpus if self._policy.model_parallel else 1
+        size = sum(self.work.groups) / share * DEVICE_UPDATE_BYTES
+        return size / self.profile.device_rate if self.profile.device_rate else 0.0
 
     def _moving_s(self, action: Action) -> float:
-        work, layout, profile = self._work, self._work.per_parameter, self._profile
+        work, layout, profile = self.work, self.work.per_parameter, self.profile
         if action.chunk >= 0:
             numel = work.chunk(action.index, action.chunk)
             if action.kind == Op.UPDATE:

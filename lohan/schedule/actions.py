@@ -173,8 +173,9 @@ class _Record:
         self.parts: dict[int, _Part] = {}
 
     def copy(self) -> _Record:
-        other = _Record(self.written)
-        other.read, other.parts = self.read, self.parts.copy()
+        other = _Record.__new__(_Record)
+        other.written, other.read = self.written, self.read
+        other.parts = self.parts.copy() if self.parts else {}
         other.parts_written, other.parts_read = self.parts_written, self.parts_read
         return other
 
@@ -232,12 +233,17 @@ class Uses:
                 record = records[resource] = _Record()
             written = record.written
             if part == WHOLE:
-                conflicts = record.parts_written
                 if access is WRITE:
-                    conflicts = record.read + conflicts + record.parts_read
-                    records[resource] = _Record(this)
-                elif access is READ:
-                    record.read = _with(record.read, this)
+                    conflicts = record.read
+                    if record.parts:
+                        conflicts += record.parts_written + record.parts_read
+                        record.parts_written = record.parts_read = ()
+                        record.parts = {}
+                    record.written, record.read = this, ()
+                else:
+                    conflicts = record.parts_written
+                    if access is READ:
+                        record.read = _with(record.read, this) if record.read else (this,)
             else:
                 part_written, part_read = record.parts.get(part, _UNUSED)
                 conflicts = () if part_written is None else (part_written,)
@@ -250,12 +256,16 @@ class Uses:
                     record.parts_read = _with(record.parts_read, this)
             for use in conflicts:
                 if use[1] > lane_clocks[use[0]]:
-                    lane_clocks[:] = map(max, lane_clocks, use[3])
+                    lane_clocks[:] = [
+                        a if a > b else b for a, b in zip(lane_clocks, use[3], strict=True)
+                    ]
                     missing[use[0]] = (use, effect)
             # The write is checked last: readers of the resource have waited for it, so the clock
             # often includes it already.
             if written is not None and written[1] > lane_clocks[written[0]]:
-                lane_clocks[:] = map(max, lane_clocks, written[3])
+                lane_clocks[:] = [
+                    a if a > b else b for a, b in zip(lane_clocks, written[3], strict=True)
+                ]
                 missing[written[0]] = (written, effect)
         clock += lane_clocks
         clock[lane] = number
@@ -271,6 +281,16 @@ class Uses:
             for written, read in record.parts.values():
                 uses += [written, *read]
         return {use[2]: use for use in sorted(use for use in uses if use is not None)}
+
+
+class NoUses(Uses):
+    """Uses that record nothing, for schedules whose waits are not needed."""
+
+    def copy(self) -> NoUses:
+        return self
+
+    def waits_of(self, action: Action, effects: Sequence[Effect]) -> tuple[str, ...]:
+        return ()
 
 
 def _with(uses: LastUses, last: Use) -> LastUses:
@@ -299,6 +319,10 @@ class BufferState:
     behind: tuple[Action, ...] = ()
 
 
-def empty_buffers(spec: ScheduleSpec) -> BufferState:
-    """Return the state in which no slot holds weights and all lanes are idle."""
-    return BufferState((None,) * spec.slots, (None,) * spec.device_slots, Uses())
+def empty_buffers(spec: ScheduleSpec, *, waits: bool = True) -> BufferState:
+    """Return the state in which no slot holds weights and all lanes are idle.
+
+    Without `waits`, the actions of the schedules that follow have no waits.
+    """
+    uses = Uses() if waits else NoUses()
+    return BufferState((None,) * spec.slots, (None,) * spec.device_slots, uses)

@@ -222,6 +222,8 @@ class Builder:
         """
         groups, held = self.spec.sites[site], self.device
         missing = [group for group in groups if group not in held]
+        if not missing:
+            return True
         free = [i for i, group in enumerate(held) if group not in busy and group not in groups]
         if len(missing) > len(free):
             if must:

@@ -394,7 +394,7 @@ class ActionCosts:
 
         `lost` is the share of its speed that each action loses to concurrent actions, by name.
         """
-        self._profile, self._work, self._lost = profile, work, lost or {}
+        self.profile, self.work, self._lost = profile, work, lost or {}
         self.cached_s: dict[str, float] = {}  # seconds by name, the same in every step
         # Seconds by kind and chunk size. All chunks of a size take equally long.
         self._cached_s: dict[tuple[Operation, int], float] = {}
@@ -413,18 +413,18 @@ class ActionCosts:
         if not kind.starts:
             return self._moving_s(action)
         if chunk < 0:
-            return self._profile.action_s + self._moving_s(action)
-        key = kind, self._work.chunk(action.index, chunk)
+            return self.profile.action_s + self._moving_s(action)
+        key = kind, self.work.chunk(action.index, chunk)
         cached_s = self._cached_s.get(key)
         if cached_s is None:
-            count = self._work.actions(action.index, chunk)
-            cached_s = count * self._profile.action_s + self._moving_s(action)
+            count = self.work.actions(action.index, chunk)
+            cached_s = count * self.profile.action_s + self._moving_s(action)
             self._cached_s[key] = cached_s
         return cached_s
 
     def _moving_s(self, action: Action) -> float:
         """Return the seconds that an action needs to move its data, or for its arithmetic."""
-        return action.kind.seconds(self._profile, self._work, action.index, action.chunk)
+        return action.kind.seconds(self.profile, self.work, action.index, action.chunk)
 
 
 @dataclass(frozen=True, kw_only=True)

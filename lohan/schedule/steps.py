@@ -142,13 +142,15 @@ def chain_of(
     order: ExecutionOrder,
     commits: Sequence[bool],
     speculates: Sequence[bool] = (),
+    *,
+    waits: bool = True,
 ) -> Iterator[Phases]:
-    """Yield the phases of consecutive steps.
+    """Yield the phases of consecutive steps; without `waits`, their actions have no waits.
 
     `commits` says for each step whether it commits, `speculates` whether it runs updates before the
     norm is known. Steps beyond the end of `speculates` do so if they can.
     """
-    buffers, before = empty_buffers(spec), None
+    buffers, before = empty_buffers(spec, waits=waits), None
     compiled: dict[tuple[bool, bool], StepPlacement] = {}
     for number, commit in enumerate(commits):
         can = order.updates.can_speculate
