@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+)
 
 import lohan
 from lohan.model.layout import RESIDENT
@@ -239,6 +245,31 @@ def test_trains_a_single_layer(name, tied, tmp_path):
     losses, weights = lohan_run(model, data, tmp_path, micro_batch=2)
     assert losses == pytest.approx(expected_losses, rel=1e-5)
     assert_close(weights, expected)
+
+
+def test_trains_only_the_head_of_a_classifier_past_a_new_plan(tmp_path):
+    """The plan is checked after the third step, when nothing below the head has an update."""
+    torch.manual_seed(0)
+    config = LlamaConfig(**SMALL, num_labels=3, pad_token_id=0)
+    model = AutoModelForSequenceClassification.from_config(config).train()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith("score"))
+    data = [
+        {"input_ids": torch.randint(1, config.vocab_size, (4, 16)), "labels": torch.arange(4) % 3}
+        for _ in range(6)
+    ]
+    plain = copy.deepcopy(model)
+    rule = torch.optim.AdamW(plain.score.parameters(), lr=1e-2, weight_decay=0.0)
+    optimizer, budget = lohan.AdamW(lr=1e-2), lohan.Budget(host="4MiB", ssd=[tmp_path])
+    with lohan.attach(model, optimizer=optimizer, budget=budget, batch=data[0]) as session:
+        for batch in data:
+            loss, expected = model(**batch).loss, plain(**batch).loss
+            loss.backward()
+            expected.backward()
+            rule.step()
+            rule.zero_grad()
+            assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+        assert session.step == len(data)
 
 
 def test_nothing_to_train(tmp_path):

@@ -77,11 +77,17 @@ def test_a_long_sequence_trains_in_a_quarter_of_the_memory(tmp_path, monkeypatch
         assert (one - tiled[name]).norm() <= 1e-5 * gradient.norm()
 
 
-def run(place: Path, *, steps: int = 2, resume: bool = False, **options: Any):
+def run(
+    place: Path, *, steps: int = 2, resume: bool = False, call_first: bool = False, **options: Any
+):
+    """Train, and call the model once without gradients before that if `call_first` is true."""
     place.mkdir(exist_ok=True)
     data = batches(steps, batch=2, seq=16)
     with attached(small_model("llama"), place, resume=resume, clip=1.0, **options) as session:
         model = session.model
+        if call_first:
+            with torch.no_grad():
+                loss_of(model, data[0])
         for batch in data[session.step :]:
             loss_of(model, batch).backward()
         session.flush()
@@ -95,6 +101,7 @@ def test_overlap_resume_and_a_device_change_no_bit_at_one_size_of_tiles(tmp_path
     batch = batches(1, batch=2, seq=16)[0]
     others = {
         "overlap": run(tmp_path / "overlap", tiles=8),
+        "called first": run(tmp_path / "called-first", tiles=8, call_first=True),
         "resumed": run(tmp_path / "resumed", tiles=8, resume=True),
         "device": run(
             tmp_path / "device",
