@@ -1,4 +1,4 @@
-"""The division of a model into groups of parameters and sites that are called."""
+"""Division of a model into groups of parameters, and sites: the modules that use the groups."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def site_names(
 ) -> list[str]:
     """Return the names of the modules that become sites, in definition order.
 
-    `blocks` names the lists, or single modules, that are blocks. If it is empty, lists of
-    repeated modules are detected.
+    `blocks` names modules that are blocks, or lists of blocks. If it is empty, lists of repeated
+    modules are detected. Modules in `resident` are omitted.
     """
     modules = dict(model.named_modules())
     for name in blocks:
@@ -389,7 +389,10 @@ DTYPE_NAMES = {dtype_of(fmt): name for name, fmt in STATE_FORMATS.items()}
 def split(
     state_format: StateFormat, flat: torch.Tensor, parameters: int
 ) -> dict[str, torch.Tensor]:
-    """Return the named arrays inside the state chunk of `parameters` parameters, given as uint8."""
+    """Return views of the arrays in a state chunk of `parameters` parameters, by name.
+
+    `flat` holds the bytes of the chunk.
+    """
     offset, parts = 0, {}
     for array in state_format.arrays:
         size = array.size(parameters)

@@ -45,7 +45,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def _cast(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return a layer's positional inputs in the type of its parameters."""
+    """Cast the floating-point positional inputs of a layer to the type of its parameters."""
     dtype = next((p.dtype for p in module.parameters()), None)
     return tuple(
         value.to(dtype)
@@ -56,7 +56,7 @@ def _cast(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 class _WiderWeights(TorchFunctionMode):
-    """Converts weight and bias of a normalisation to fp32, the type of its running statistics."""
+    """Converts weight and bias of a normalisation layer to fp32, the type of its statistics."""
 
     FUNCTIONS = (nn.functional.batch_norm, nn.functional.instance_norm)
 

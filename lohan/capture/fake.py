@@ -60,9 +60,9 @@ class KnownValues(IntEnum):
 
 @contextmanager
 def faking(values: KnownValues = KnownValues.SHAPES) -> Iterator[None]:
-    """Make tensors that are created inside fake, unless they derive from known values.
+    """Create only fake tensors in the `with` body, except those computed from known values.
 
-    Inside another `faking`, the outer one stays in effect.
+    Inside another `faking` context, the outer context stays in effect.
     """
     if any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack()):
         yield
@@ -86,11 +86,12 @@ def with_least_values(
     *,
     least: KnownValues = KnownValues.SHAPES,
 ) -> Result:
-    """Return the result of a run on fake tensors with as few values as it needs.
+    """Call `run` with as few known values as it needs, and return its result.
 
-    The run is tried without values, then with more and more values, and finally with all layers,
-    because training may drop layers at random. Raises UNKNOWN if the run needs more values than are
-    known, and ModelError if it calls a kernel that needs memory.
+    `run` uses fake tensors. It is tried without known values, then with more and more of them, and
+    finally in eval mode, because layers may be dropped at random in training mode. Raises UNKNOWN
+    if the run needs more values than are known, and ModelError if it calls a kernel that needs
+    memory.
     """
     for values in KnownValues:
         if values >= least:
@@ -118,10 +119,10 @@ def fake_like(
     *,
     torch_device: torch.device = CPU,
 ) -> torch.Tensor:
-    """Return a fake tensor like an input, on the device where the input would be.
+    """Return a substitute on `torch_device` for an input, with its values if they must be known.
 
-    If integer values are to be known and the input has none, they are zero. Inputs whose values
-    need not be known become fake.
+    A tensor without values is returned otherwise; inside `faking`, it is fake. If the values of
+    an integer input must be known and the input is a meta tensor, they are zero.
     """
     whole = not (tensor.is_floating_point() or tensor.is_complex())
     if values < KnownValues.NUMBERS or (

@@ -129,9 +129,9 @@ def inventories(
     torch_device: torch.device = CPU,
     tiles: int = 0,
 ) -> tuple[dict[str, Inventory], Footprint]:
-    """Return what each repeated site could keep, and the footprint of a micro-batch.
+    """Return what each repeated site could keep, by name, and the footprint of a micro-batch.
 
-    The inventories are by name of the site and refer to the whole batch. Sites that are called more
+    Inventories refer to the whole batch. Sites that are called more
     than once are omitted, because activations are stored per site. Sites with kernels that planning
     has replaced are omitted too, since they do not run the operations that were traced.
     """
@@ -177,7 +177,7 @@ def _run(
     with faking(values), random, plain, buffers, probe:
         fake = partial(fake_like, values=values, torch_device=probe.torch_device)
         inputs = pytree.tree_map_only(torch.Tensor, fake, dict(batch))
-        # Gradients are enabled so that the inputs of a site show which of them take one.
+        # Gradients are enabled so that the inputs of a site show which of them require grad.
         with torch.enable_grad(), probe.between:
             model(**inputs)
     return probe.footprint
@@ -201,7 +201,7 @@ class _Probe:
         self._tiling = Tiling(tiles, brief=True) if tiles else None  # only bytes are counted
         self._kept: list[torch.UntypedStorage] = []  # storages that are already counted as inputs
         self._cuts: dict[Any, Cut] = {}
-        # peaks of backward and of forward, by kind of call
+        # Keys are kinds of call, values are the peaks of backward and of forward.
         self._peaks: dict[Any, tuple[int, int]] = {}
         self._inside = False
         self.footprint = Footprint()
@@ -294,7 +294,7 @@ class _Probe:
         )
 
     def _trace(self, site: Site, module: nn.Module, original: Any, call: SavedCall) -> None:
-        """Record what the call could keep; the base class records nothing."""
+        """Record what the call could keep. This class records nothing; a subclass does."""
 
     def _backward_peak(self, original: Any, call: SavedCall) -> int:
         """Return the peak of the backward of one slice, including its recomputation."""
@@ -314,7 +314,7 @@ class _Probe:
     def _forward_peak(self, original: Any, call: SavedCall, *, autograd: bool) -> int:
         """Return the peak of the forward of one slice.
 
-        With `autograd`, it runs as in training, where nothing is saved either.
+        With `autograd`, a graph without saved tensors is recorded, as in training.
         """
         _, args, kwargs = call.restore(call.slices(self._micro_batch)[0], grad=autograd)
         around = discard_saved_tensors(call.name) if autograd else torch.no_grad()
@@ -323,9 +323,10 @@ class _Probe:
         return counter.peak
 
     def _new_input_bytes(self, call: SavedCall) -> tuple[int, int]:
-        """Return the bytes of the inputs that no earlier site has kept; masks are shared.
+        """Return the bytes of inputs that no earlier site keeps, and of those without a gradient.
 
-        The second number is the part of them that takes no gradient.
+        The second number is part of the first. An input that several sites share, such as a mask,
+        is counted once.
         """
         every = shared = 0
         for tensor, wants_grad in zip(call.tensors, call.wants_grad, strict=True):
@@ -338,7 +339,7 @@ class _Probe:
 
 
 class _ForwardProbe(_Probe):
-    """Measures forward only."""
+    """A probe that measures only forward."""
 
     _trains = False
 
@@ -372,7 +373,7 @@ class _InventoryProbe(_Probe):
         if call.batch <= (self._micro_batch or 0) or not call.cut.whole:
             self.footprint.rows = max(self.footprint.rows, call.batch)
         wanted = call.wants_grad
-        # traced as if it were trained, because the FLOPs are the same
+        # A site without backward is traced as if it had one, because its FLOPs are the same.
         if site.name in self.footprint.no_backward:
             call.wants_grad = [tensor.is_floating_point() for tensor in call.tensors]
         _, args, kwargs = call.restore(slice(0, call.batch), grad=True)
@@ -391,9 +392,9 @@ def _tiled(tiling: Tiling | None, module: nn.Module, original: Any, call: SavedC
 
 
 def _tracked(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of a tensor that takes a gradient and may be changed in place.
+    """Return a copy that requires grad and may be changed in place; integers are not copied.
 
-    A leaf could not be changed in place. The graph of the copy holds no memory.
+    The copy is not a leaf, because a leaf could not be changed in place. Its graph holds no memory.
     """
     if not tensor.is_floating_point():
         return tensor

@@ -61,7 +61,7 @@ def pointer_error(model: nn.Module, error: RuntimeError) -> ModelError | None:
 def _origin(error: BaseException) -> tuple[nn.Module | None, str]:
     """Return the module whose code raised the error, and the Python module that asked for data.
 
-    Both are the innermost ones of their kind. Python modules of torch and Triton are not
+    Each is the innermost of its kind in the traceback. Python modules of torch and Triton are not
     considered, so the second result is in the package that launches the kernel.
     """
     module, caller, trace = None, "", error.__traceback__
@@ -75,7 +75,7 @@ def _origin(error: BaseException) -> tuple[nn.Module | None, str]:
 
 
 def runs_liger(module: nn.Module) -> bool:
-    """Return whether Liger has replaced code of the module or of one that it contains."""
+    """Return whether Liger has replaced code of the module or of one of its submodules."""
     return any(_is_liger(vars(child).get("forward")) for child in module.modules()) or any(
         True for _ in _replaced_functions(module)
     )

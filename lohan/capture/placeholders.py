@@ -102,7 +102,7 @@ class AttachedParameter(nn.Parameter):
         Libraries that only check whether there is a gradient (`Module.zero_grad`, `Module.to`) get
         None.
         """
-        frame = sys._getframe(2)  # of the code that reads `.grad`
+        frame = sys._getframe(2)  # the frame of the code that reads `.grad`
         module = frame.f_globals.get("__name__", "")
         if frame.f_code.co_name == "zero_grad":
             step.consumed = False
@@ -161,13 +161,13 @@ class OffloadedParameter(AttachedParameter):
         name, owner = getattr(func, "__name__", ""), getattr(func, "__self__", None)
         leaves = pytree.tree_leaves((args, kwargs))
         one = next((x for x in leaves if isinstance(x, cls)), None)
-        if one is None:  # a resident parameter without any offloaded one
+        if one is None:  # all parameters among the arguments are resident
             return ResidentParameter.__torch_function__(func, types, args, kwargs)
         if name == "__get__" and owner in _DEVICE_PROPERTIES:
             return _DEVICE_PROPERTIES[owner](one.compute_device)
         if name == "get_device":
             return -1 if one.compute_device.type == "cpu" else one.compute_device.index or 0
-        # converts another tensor to the type of this one
+        # The call converts an ordinary tensor to the device and type of this parameter.
         if name in ("to", "type_as") and not isinstance(args[0], cls):
             how = {key: value for key, value in kwargs.items() if key != "other"}
             return args[0].to(one.compute_device, one.dtype, **how)
@@ -191,7 +191,7 @@ class OffloadedParameter(AttachedParameter):
         try:
             with torch._C.DisableTorchFunctionSubclass():
                 out = func(*args, **kwargs)
-        except (RuntimeError, NotImplementedError):  # it needs values
+        except (RuntimeError, NotImplementedError):  # the operation needs values
             return _with_values(func, args, kwargs)
         if makes or out is one:
             return out
@@ -291,7 +291,7 @@ def _read_only(out: Any, sources: Mapping[str, torch.Tensor]) -> Any:
 
 
 def without_views(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Return the arguments of a call with ordinary tensors in the place of read-only views."""
+    """Return the arguments of a call, with read-only views converted to ordinary tensors."""
     if not any(isinstance(leaf, ParameterView) for leaf in pytree.tree_leaves((args, kwargs))):
         return args, kwargs
     plain: tuple[Any, Any] = pytree.tree_map_only(ParameterView, without_view, (args, kwargs))
@@ -299,12 +299,12 @@ def without_views(args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 def without_view(leaf: Any) -> Any:
-    """Return a read-only view as an ordinary tensor, and any other value as it is."""
+    """Return a read-only view as an ordinary tensor, and any other value unchanged."""
     return leaf.as_subclass(torch.Tensor) if isinstance(leaf, ParameterView) else leaf
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """Return the address of the memory that a tensor shares with its views; 0 without memory."""
+    """Return the address of the storage of a tensor, or 0 if the tensor has no memory."""
     if tensor.layout != torch.strided or tensor.is_meta:
         return 0
     return tensor.untyped_storage().data_ptr()
@@ -364,7 +364,7 @@ def _refused_write(name: str) -> ModelError:
 
 
 def _converted(func: Any, one: OffloadedParameter, args: Any, kwargs: Any, caller: str) -> Any:
-    """Convert a placeholder as `Module.to` and related methods ask.
+    """Return the result of `Module.to` or a related method for a placeholder.
 
     User code gets the same placeholder, since the session decides where it computes and the
     store decides its dtype. LoHan's own code gets a placeholder with the new dtype.
@@ -395,7 +395,7 @@ def _parsed(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_values(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operation on values that are read from the store for it."""
+    """Read the values of all placeholders among the arguments, and run the operation on them."""
     streamed: dict[int, torch.Tensor] = {}
 
     def fetch(leaf: OffloadedParameter) -> torch.Tensor:
@@ -490,9 +490,9 @@ def replace_parameters(model: nn.Module, new: Mapping[int, nn.Parameter]) -> Non
 def install_placeholders(
     model: nn.Module, blocks: Blocks, compute_device: torch.device, step: StepGradients
 ) -> dict[tuple[str, int], OffloadedParameter]:
-    """Replace every parameter of a site by a placeholder, and return them by group and index.
+    """Replace the parameters of all sites by placeholders, and return these by group and index.
 
-    Placeholders that exist already are kept as the same objects, with their hooks.
+    Placeholders that exist already are reused, with their hooks.
     """
     placeholders: dict[tuple[str, int], OffloadedParameter] = {}
     for site in blocks.sites:

@@ -59,7 +59,7 @@ class RunAhead:
 
     @contextmanager
     def slice(self) -> Iterator[None]:
-        """Wait until at most one launched slice is unfinished, and launch a slice in the body."""
+        """Wait until fewer than two launched slices are unfinished; the body launches the next."""
         if len(self._ends) >= SLICES_AHEAD:
             self._ends.popleft().synchronize()
         yield
@@ -121,7 +121,7 @@ class BlockState:
         for number, current in enumerate(self._current()):
             tensor, version, old = before.buffers[number]
             same = current is tensor and current._version == version
-            # BatchNorm does not change versions
+            # BatchNorm changes values without changing versions
             if same and (old is None or torch.equal(current, old)):
                 continue
             if old is None:
@@ -228,7 +228,7 @@ def no_saved_tensors(run: Callable[[], Any], name: str) -> Any:
 
 @contextmanager
 def discard_saved_tensors(name: str) -> Iterator[None]:
-    """Record a graph inside the context, and save no tensor for it. `name` is that of the block."""
+    """Record a graph that saves no tensors; `name` is the name of the block, for errors."""
 
     def refuse(saved: Any) -> torch.Tensor:
         raise ModelError(
@@ -289,7 +289,7 @@ class Block(Protocol):
 
 
 class SlicedCompute:
-    """Runs blocks forward and, by recomputation, backward."""
+    """Runs the forward of blocks slice by slice, and their backward by recomputation."""
 
     def __init__(
         self,
@@ -308,7 +308,10 @@ class SlicedCompute:
     def forward(
         self, block: Block, call: SavedCall, buffers: Sequence[int], *, backward_follows: bool
     ) -> Output:
-        """Compute a call. `buffers` are those that the schedule reserves for its activations."""
+        """Run the forward of a call slice by slice, and return its output.
+
+        `buffers` are those that the schedule reserves for the activations of the call.
+        """
         output = Output(call)
         self._find_cut(block, call)
         if backward_follows:
@@ -346,7 +349,10 @@ class SlicedCompute:
     def _run_slice(
         self, block: Block, call: SavedCall, part: slice, *, backward_follows: bool
     ) -> tuple[Any, Any]:
-        """Return the result of a slice and what it keeps. See Note [what is compiled]."""
+        """Run the forward of a slice; return its result and the results saved for backward.
+
+        The second value is None if none are saved. See Note [what is compiled] in device/choose.py.
+        """
         _, args, kwargs = call.restore(part, grad=backward_follows)
         save_plan = self.save_plans.of(block, call, part)
         fast = self.compiled.forward(block.number) if save_plan is None else None
@@ -365,7 +371,7 @@ class SlicedCompute:
         return out, None
 
     def evaluate(self, block: Block, call: SavedCall) -> Output:
-        """Run a call without gradients, and keep nothing."""
+        """Run a call without gradients, keep nothing, and return its output."""
         self._find_cut(block, call)
         output = Output(call)
         for part in call.slices(self.micro_batch):
@@ -408,7 +414,7 @@ class SlicedCompute:
         fast = self.compiled.recompute(block.number) if saved is None else None
 
         def run() -> Any:
-            # created for each run, since a run may change containers
+            # The arguments are created for each run, since a run may change containers.
             args, kwargs = call.arguments(tensors)
             return call.context.run(fast or block.original, *args, **kwargs)
 
@@ -446,7 +452,7 @@ class SlicedCompute:
 
     @contextmanager
     def as_in_forward(self, call: SavedCall) -> Iterator[None]:
-        """Restore the random state and buffers of the beginning of a call's first slice."""
+        """Temporarily restore the random state and buffers with which forward of a call began."""
         with forked_random_state(self._device), with_old_values(call.changed):
             self._device.set_random_state(call.rng[0])
             yield

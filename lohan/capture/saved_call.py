@@ -110,7 +110,7 @@ def swapped(replacements: Iterable[tuple[dict[str, Any], str, Any]]) -> Iterator
 Taken = dict[str, list[Any]]
 
 
-# Collected between blocks, not inside them.
+# Outputs of this name are collected between blocks, not inside them.
 _HIDDEN_STATES = "hidden_states"
 
 
@@ -126,7 +126,7 @@ class CallContext:
         return cls(tuple(key for key in _collected() if key != _HIDDEN_STATES), autocast)
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Taken]:
-        """Return the result of the call and what was collected inside it."""
+        """Call `forward` in this context; return its result and what was collected inside it."""
         with collecting(self.wanted) as taken:
             if self.autocast is None:
                 return forward(*args, **kwargs), taken
@@ -200,7 +200,7 @@ def wrap_mappings(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, A
 
 
 def write_back_mappings(out: Any, mappings: list[Any]) -> Any:
-    """Return the result of a call, after adding what it wrote to the mappings."""
+    """Add what a call wrote to the mappings of its caller, and return the result of the call."""
     if not mappings:
         return out
     out, written = out
@@ -313,7 +313,7 @@ OldValues = list[tuple[Attribute, Any]]
 class SavedCall:
     """The inputs of one block call.
 
-    The constructor saves them; `restore` returns them by slices.
+    The constructor saves them; `restore` returns those of one slice.
     """
 
     def __init__(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -376,7 +376,7 @@ class SavedCall:
     def restore(
         self, part: slice, *, grad: bool
     ) -> tuple[list[torch.Tensor], tuple[Any, ...], dict[str, Any]]:
-        """Return tensors, args and kwargs of one slice.
+        """Return the input tensors of one slice, and the args and kwargs that contain them.
 
         With `grad`, the tensors are leaves for backward.
         """

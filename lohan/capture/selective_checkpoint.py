@@ -174,7 +174,7 @@ def storable(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any)
 
 
 def replaceable(func: Any, args: Any, kwargs: Any, out: Any, fresh: int) -> bool:
-    """Return whether tensors without values could replace results that are not needed.
+    """Return whether empty tensors could replace the results of an operation if none is needed.
 
     `fresh` is the number of results that have a storage of their own.
     """
@@ -219,8 +219,8 @@ def is_dense(tensor: torch.Tensor) -> bool:
 class SavePlan:
     """The results that one slice of a block's call keeps.
 
-    The operations in `skip` need not run again. They apply only to a call that runs exactly the
-    operations `ops`; an empty `ops` matches any call.
+    The operations in `skip` need not run again. The plan applies only to a call that runs exactly
+    the operations `ops`; an empty `ops` matches any call.
     """
 
     keep: frozenset[OpKey]
@@ -324,7 +324,7 @@ class Result:
     @property
     def repeats(self) -> bool:
         """True if another call with the same arguments has the same result."""
-        # such as the seed of an attention kernel
+        # Tensors among the leaves are on the host, for example the seed of an attention kernel.
         has_host_tensors = any(isinstance(leaf, torch.Tensor) for leaf in self.leaves)
         return not has_host_tensors and not self.in_place and self.random is None
 
@@ -465,9 +465,10 @@ def run_and_save(run: Callable[[], Any], save_plan: SavePlan) -> tuple[Any, Save
 
 
 def recompute_with(run: Callable[[], Any], saved: SavedOps) -> list[Any]:
-    """Call `run` again, with a graph, and return the leaves of its result.
+    """Call `run` again, with saved results in place of operations; return the leaves of its result.
 
-    Leaves that backward does not need have no values. `saved` is consumed.
+    The call records a graph. Leaves that backward does not need have no values. If the saved
+    results cannot be used, all operations run again, with a warning. `saved` is consumed.
     """
     saved.check()
     if not saved.lost:
@@ -517,7 +518,7 @@ class SkipUnneededOps:
         restored = _restored(run, SavedOps(ops=ending.ops, results=ending.results), ending.begins)
         if restored is not None:
             return restored
-        self._endings[kind] = None  # what it runs depends on more than its shapes
+        self._endings[kind] = None  # its operations depend on more than its shapes
         rewind()
         return pytree.tree_leaves(run())
 
@@ -538,7 +539,7 @@ class Ending(NamedTuple):
 
 
 def _learn_ending(run: Callable[[], Any], module: nn.Module) -> tuple[list[Any], Ending | None]:
-    """Return the leaves of a call, and how to recompute it without unneeded operations."""
+    """Run a call; return the leaves of its result, and the operations that later calls can skip."""
     mode = _Learner()
     hooks = [child.register_forward_pre_hook(mode.enters) for child in module.modules()]
     try:
@@ -574,7 +575,7 @@ def _restored(
 
 @contextmanager
 def _beginning(mode: DispatchMode, begins: SubmoduleCall) -> Iterator[None]:
-    """Enable the mode from a given call of a submodule to the end.
+    """Enable the mode when the given call of a submodule begins, until the context ends.
 
     If that call does not happen, the mode is never enabled.
     """
@@ -644,7 +645,7 @@ class _Recorder(DispatchMode):
         return out
 
     def _repeats(self, index: int, earlier: Result, args: Any, kwargs: Any, out: Any) -> bool:
-        """Reuse the result of the previous call, if it applies, and return whether it does."""
+        """Record the result as in the previous call, if it matches, and return whether it does."""
         if earlier.first is not None and earlier.first != len(self._held):
             return False
         if not earlier.called_with.same_numbers(args, kwargs) or not earlier.fits(out):
@@ -660,7 +661,7 @@ class _Recorder(DispatchMode):
         return True
 
     def _leave_earlier(self) -> None:
-        """Trace the rest of the call again, because it differs from the previous one."""
+        """Stop comparing with the previous call, because this call differs from it."""
         if self._earlier:
             self._earlier = []
             for func in self._saved.ops[:-1]:
@@ -785,13 +786,13 @@ class _Replay(DispatchMode):
             raise _Disagreement(f"backward ends where forward ran {self._saved.ops[self._index]}")
 
     def stand_in(self, leaf: Any) -> Any:
-        """Replace a leaf without values by one with its place in the graph but no storage."""
+        """Replace a leaf without values by a new empty tensor with the same autograd history."""
         if isinstance(leaf, torch.Tensor) and storage_key(leaf) in self._valueless:
             return _StandIn.apply(leaf)
         return leaf
 
     def alive(self) -> str:
-        """Return the name of an operation whose missing result is still referenced."""
+        """Return the name of an operation whose missing result is still referenced, or ""."""
         return next((str(func) for ref, func in self._valueless.values() if not ref.expired()), "")
 
 
@@ -825,20 +826,20 @@ class _Learner(DispatchMode):
         self._calls: dict[nn.Module, int] = {}
 
     def enters(self, module: nn.Module, _: Any) -> None:
-        """Record the entry of a submodule, if this mode is the innermost one."""
+        """Record the entry of a submodule, if this mode is the innermost dispatch mode."""
         number = self._calls[module] = self._calls.get(module, -1) + 1
         if _get_current_dispatch_mode() is self:
             self._entered.append((SubmoduleCall(module, number), len(self._ops)))
 
     def need(self, tensor: torch.Tensor) -> None:
-        """Mark a tensor as needed that is read, or may be written, without an operation."""
+        """Mark a tensor as needed because it is read, or may be written, without an operation."""
         self._unfilled.discard(storage_key(tensor))
         _, maker = self._maker.get(storage_key(tensor), (None, None))
         if maker is not None:
             self._needed.add(maker)
 
     def save(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Mark a tensor as needed that autograd saves."""
+        """Mark a tensor that autograd saves as needed, and return it detached from the graph."""
         self._look_for_unseen_writes([tensor])
         self.need(tensor)
         # Returning the tensor itself would let the graph refer to itself through its result.
@@ -861,7 +862,8 @@ class _Learner(DispatchMode):
         self._reads.append(
             {maker for maker in producers if maker is not None and reads_values(func)}
         )
-        counted = not all(t.is_floating_point() for t in tensors_in(out))  # such as lengths
+        # Integers may be lengths that Python reads.
+        counted = not all(t.is_floating_point() for t in tensors_in(out))
         if (
             outside
             or counted
@@ -917,7 +919,7 @@ _READS = {
 
 
 class _HostReads(TorchFunctionMode):
-    """Marks tensors as needed that the host reads, or whose address a kernel takes."""
+    """Marks tensors as needed if the host reads them or a kernel takes their address."""
 
     def __init__(self, learner: _Learner) -> None:
         super().__init__()
@@ -959,7 +961,7 @@ def _at(ops: Sequence[Any], index: int) -> str:
 
 
 def _random_state(func: Any, args: Any, kwargs: Any) -> tuple[torch.device, torch.Tensor] | None:
-    """Return the state of the generator that the operation may draw from."""
+    """Return the device and the state of the generator that the operation may draw from."""
     if not may_draw(func):
         return None
     device = next((t.device for t in tensors_in(args, kwargs)), kwargs.get("device"))

@@ -3,8 +3,8 @@
 Sizes alone do not show which tensors have samples in their first dimension, because there may be as
 many tokens as samples. Two samples therefore run together and one by one, and the results must
 agree. Then the inputs of the first sample are made invalid (NaN). If that changes the second, the
-block mixes samples, as BatchNorm does, and must run on the whole batch. In trials, random results
-are constant.
+block mixes samples, as BatchNorm does, and must run on the whole batch. In trials, random numbers
+are replaced by constants.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ if TYPE_CHECKING:
 
 Run = Callable[..., Any]
 Result = TypeVar("Result")
-# share of the norm; rounding errors are far smaller
+# As a share of the norm of the results; rounding errors are far smaller.
 TOLERANCE = {torch.float32: 0.01, torch.float64: 0.01}
 TOLERANCE_16_BIT = 0.1
-MAX_TENSORS = 6  # tensors as long as the batch for which every combination is tried
+# If at most this many tensors are as long as the batch, every combination of them is tried.
+MAX_TENSORS = 6
 
 
 @dataclass(frozen=True)
@@ -49,15 +50,15 @@ class Cut:
     inputs: tuple[bool, ...] = ()
     outputs: tuple[int, ...] = ()
     whole: str = ""  # the reason why the call cannot be divided; empty if it can
-    # True if the block raised an error in each trial, which may have another cause
+    # True if the block raised an error in every trial; the error may have another cause.
     failed: bool = False
 
 
 class Cuts:
     """The cuts of all calls. There is one trial per block and kind of input.
 
-    `needs` contains the bytes of blocks that run a whole batch, if they are known, and `room` the
-    bytes that are available.
+    `needs` maps names of blocks to the bytes that a call with the whole batch takes, if known.
+    `room` is the number of bytes that are available for such a call.
     """
 
     def __init__(self) -> None:
@@ -68,9 +69,10 @@ class Cuts:
         self.room = 0
 
     def of(self, module: nn.Module, call: SavedCall, run: Run) -> Cut:
-        """Return the cut of a call.
+        """Return the cut of a call; calls of one kind share a trial.
 
-        `run` calls the block with its weights in place and leaves no trace.
+        `run` calls the block with its weights in memory and leaves its state unchanged. Raises
+        BudgetError if the call cannot be divided and the whole batch does not fit in `room`.
         """
         self._unconfirmed = None
         key = (id(module), module.training, *pattern(call))
@@ -92,7 +94,7 @@ class Cuts:
         """Keep the last cut for later calls.
 
         A cut that was determined by errors is kept only after the block has run the whole
-        batch, because the errors were then not due to the block itself.
+        batch without an error. This shows that the errors were due to the division.
         """
         if self._unconfirmed is None:
             return
@@ -174,8 +176,8 @@ def attempt(trial: Callable[[], Result]) -> Result:
 def _hypotheses(call: SavedCall) -> Iterator[tuple[bool, ...]]:
     """Yield the choices of tensors that may have samples in their first dimension, likeliest first.
 
-    The first choice is all tensors whose first dimension has the size of the batch, then subsets of
-    them.
+    The first choice contains all tensors whose first dimension has the size of the batch; the other
+    choices are subsets of it.
     """
     fits = [t.ndim > 0 and 1 < t.shape[0] == call.batch for t in call.tensors]
     likely = [

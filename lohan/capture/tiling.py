@@ -85,7 +85,7 @@ class Tiling:
 
 
 class TiledForward:
-    """The forward of one block with its parts in tiles."""
+    """The forward of one block, with its position-wise parts run in tiles."""
 
     def __init__(self, tiling: Tiling, module: nn.Module, original: Forward) -> None:
         self._tiling, self._module, self._original = tiling, module, original
@@ -98,12 +98,13 @@ class TiledForward:
             with _installed(self._parts.get(kind, ())):
                 return self._original(*args, **kwargs)
         except Exception:
-            if not self._parts.get(kind, True):  # the same error may have hidden the parts
+            # No parts were found, possibly because this error occurred in the trial too.
+            if not self._parts.get(kind, True):
                 del self._parts[kind]
             raise
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Find the parts of a kind of call. Call this before such a call is recorded."""
+        """Find the parts for this kind of call, unless known, before a call of it is recorded."""
         stream, kind = _stream((args, kwargs)), self._kind(args, kwargs)
         if stream is None or kind in self._parts:
             return
@@ -132,7 +133,7 @@ class TiledForward:
 
 
 def _stream(arguments: Any) -> torch.Tensor | None:
-    """Return the hidden state among the arguments of a block.
+    """Return the hidden state among the arguments of a block, or None if there is none.
 
     The dimension before the last is that of tokens.
     """
@@ -142,7 +143,7 @@ def _stream(arguments: Any) -> torch.Tensor | None:
 
 @contextmanager
 def _installed(parts: Sequence[_Part]) -> Iterator[None]:
-    """Let the modules run the forwards of the parts for the duration of a call."""
+    """Temporarily replace the forwards of modules by those of their parts, which run in tiles."""
     before = [vars(part.module).get("forward") for part in parts]
     try:
         for part in parts:
@@ -189,7 +190,7 @@ class _Part:
             return True
         kind = kind_of_call(self.module, call.tensors), self.module.training
         if kind not in self._sound:
-            size = min(tiles[0].stop, tiles[1].stop - tiles[1].start)  # the last one may be shorter
+            size = min(tiles[0].stop, tiles[1].stop - tiles[1].start)  # the last may be shorter
             drawn = generator_state(call.tensors[0].device)
             try:
                 with _disable_current_modes(), torch.inference_mode(False):
@@ -276,7 +277,7 @@ class _TiledCall:
         ]
 
     def run(self, tensors: Sequence[torch.Tensor], tiles: Sequence[slice]) -> list[Any]:
-        """Return the leaves of the result, without a graph.
+        """Run the part tile by tile, without a graph, and return the leaves of the joined result.
 
         Results that are the same for all tokens come from the first tile.
         """
@@ -382,7 +383,7 @@ class _TiledCall:
 
     @contextmanager
     def _as_in_forward(self, device: torch.device) -> Iterator[None]:
-        """Use the random numbers that forward drew."""
+        """Temporarily restore the random state of forward, so that the same numbers are drawn."""
         if self._random is None:
             yield
             return
@@ -467,8 +468,8 @@ def find_parts(
 ) -> Cuts:
     """Return the largest position-wise parts of a block's call in which tiles save memory.
 
-    `cuts_by_kind` holds the parts of other blocks of the model, by kind of call. A block that was
-    tried for a plan is not tried again for a run, unless the trial failed.
+    `known_cuts` holds the parts of the model's blocks by kind of call, and is updated. A block that
+    was tried for a plan is not tried again for a run, unless the trial failed.
     """
     leaves = [*module.parameters(), *pytree.tree_leaves((args, kwargs))]
     shapes = tuple(leaf.shape if isinstance(leaf, torch.Tensor) else type(leaf) for leaf in leaves)
@@ -522,7 +523,7 @@ def _record_calls(
 
     def end(_: nn.Module, __: Any, out: Any) -> None:
         call = running.pop()
-        for result in tensors_in(out):  # the operation that reads it saves it anyway
+        for result in tensors_in(out):  # an operation that reads the result saves it anyway
             call.saved.pop(storage_key(result), None)
 
     def save(tensor: torch.Tensor) -> None:
@@ -558,7 +559,7 @@ def _record_calls(
 
 
 def _with_gradient(leaf: Any) -> Any:
-    """Return an input that takes a gradient, if its type allows that.
+    """Return a floating-point tensor as one that requires grad, and any other value unchanged.
 
     The result is not a leaf of the graph, so that the block may change it in place.
     """
@@ -574,7 +575,7 @@ def _nothing(_: Any) -> torch.Tensor:
 def _cut_of(
     part: nn.Module, calls: Sequence[_RecordedCall], sizes: tuple[int, int]
 ) -> TileCut | None:
-    """Return how a part can be divided into tiles, or None.
+    """Return how a part can be divided into tiles, or None if it cannot be or saves no memory.
 
     `sizes` are two numbers of tokens: in one sample, and in all samples.
     """
@@ -640,7 +641,7 @@ def _try_tiles(
     cut: TileCut,
     size: int,
 ) -> tuple[bool, ...]:
-    """Return which results have a dimension of tokens. Raises `NotSliceable` if two tiles mix."""
+    """Return which results have a dimension of tokens. Raise `NotSliceable` if tiles interact."""
     state = BlockState(type(part).__name__, part)
 
     def run(tile: slice, invalid: slice | None = None) -> list[torch.Tensor]:
@@ -696,8 +697,8 @@ def _has_tokens(dim: int, both: torch.Tensor, one: torch.Tensor, other: torch.Te
 def _stand_ins(part: nn.Module) -> Iterator[None]:
     """Temporarily replace parameters, and buffers without values, by small substitutes.
 
-    Any values reveal a dependence between tokens, so substitutes that use little memory are
-    sufficient.
+    A dependence between tokens shows whatever the values are, so substitutes that use little memory
+    are sufficient.
     """
     others: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     for child in part.modules():

@@ -1,7 +1,7 @@
 """The graph of operations of one call of a module, recorded on fake tensors.
 
-A value is the content of a storage between two changes: an operation in place reads the old value
-of a storage and creates a new one, and a view has the value of its base.
+A value is the content of a storage between two changes: an in-place operation reads the old value
+of a storage and gives it a new value. A view has the value of its base.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ def trace(run: Callable[[], Any], module: nn.Module) -> Graph:
 def faked(module: nn.Module, leaves: list[Any]) -> Iterator[tuple[list[Any], list[torch.Tensor]]]:
     """Provide the arguments and parameters of a module as fake tensors.
 
-    They belong to the current fake mode, or to a new one. If no argument takes a gradient, the
-    first argument whose type allows a gradient is given one.
+    They belong to the active fake mode, or to a new one if none is active. If no argument requires
+    grad, the first floating-point argument does.
     """
     random = torch.random.fork_rng(devices=[])
     with faking(KnownValues.NUMBERS), random, _fake_parameters(module) as weights:
@@ -280,7 +280,10 @@ FLOPS_PER_BYTE = 1.0  # Assumed work per byte moved of an operation for which no
 
 @dataclass(frozen=True)
 class KeepClass:
-    """A class of results, with its operations. Bytes and FLOPs are those of the traced slice."""
+    """A class of results to keep, and the keys of the operations that compute them.
+
+    Bytes and FLOPs are those of the traced slice.
+    """
 
     activation: Activation
     keys: frozenset[OpKey]
@@ -502,9 +505,9 @@ class _Block:
         return [part for part in parts if all(node.storable for node in part.saved)]
 
     def _cut(self, roots: list[int], work: set[int], *, shared: set[int]) -> list[_Part]:
-        """Return the saved results as one part, or as two parts.
+        """Return the saved results as one part, after a part with a cheaper result if there is one.
 
-        Two parts are made if a smaller one holds the expensive work.
+        A cheaper result has fewer bytes, and keeping it saves the expensive work of all of them.
         """
         saved = [self._nodes[root] for root in sorted(roots)]
         heavy, exclusive = self._heavy(work), work - shared
@@ -621,7 +624,8 @@ class SavePlans:
         if key not in self._save_plans:
             _, args, kwargs = call.restore(part, grad=True)
             self._save_plans[key] = None
-            # a block that depends on values is recomputed
+            # A block whose operations depend on tensor values gets no save plan, and all of it is
+            # recomputed.
             with block.state.preserved(), suppress(*UNKNOWN):
                 inventory = self._inventories.of(block.module, args, kwargs, forward=block.original)
                 names = classes & inventory.keys.keys()
