@@ -179,7 +179,7 @@ def record_event(stream: Any) -> Event:
 
 
 def read_back(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the values in host memory after the calling thread's stream has computed them.
+    """Copy a tensor to host memory after the work enqueued on the calling thread's stream.
 
     `.cpu()` and `.item()` poll the device in a loop, which would occupy a core that the lanes need.
     This function sleeps instead, unless no more memory can be pinned; then it polls too.
@@ -321,7 +321,7 @@ class AcceleratorDevice:
         return min(limits)
 
     def overhead(self, host_bytes: int) -> dict[str, int]:
-        """Return the bytes of memory that no buffer accounts for, by owner.
+        """Return the device memory that no buffer accounts for, in bytes by owner.
 
         It is known for CUDA, ROCm and XPU. Other backends are assumed to have none.
         """
@@ -380,7 +380,7 @@ class AcceleratorDevice:
         return record_event(stream)
 
     def record_stream(self, lane: str, tensors: Sequence[torch.Tensor]) -> None:
-        """Keep memory of compute from being reused before the lane has read it.
+        """Keep the memory of `tensors` from being reused before the lane has read it.
 
         CUDA's allocator can track a second stream, so compute continues meanwhile. Other allocators
         free memory immediately, so with these allocators compute waits for the lane.
@@ -513,7 +513,7 @@ class AcceleratorDevice:
 
 
 def available_type() -> str:
-    """Return the type of the accelerator that torch was built for and that is available."""
+    """Return the type of the available accelerator; raise ConfigError if there is none."""
     if not hasattr(torch, "accelerator"):
         raise ConfigError(
             "--device: this version of torch has no torch.accelerator; use 2.6 or newer"

@@ -7,7 +7,7 @@ in place.
 Note [who owns a buffer]
 A buffer belongs to one lane at a time and changes lanes only through an event. Lane threads wait
 for events on the host, so an operation that the schedule calls done has completed, on every lane.
-Streams wait for each other only inside a block, for slices that are copied while it runs.
+Streams wait for each other only while a block runs, for the slices that are copied meanwhile.
 
 Note [long-lived buffers]
 A caching allocator reuses memory on the stream that allocated it, even if other streams still use
@@ -21,7 +21,7 @@ Current device and current stream are properties of a thread. A lane's thread se
 starts. Compute runs on the caller's current stream; in backward it runs on autograd's device
 thread, which uses the stream of forward.
 
-Note [copies never end by themselves]
+Note [a copy ends at its event]
 A non-blocking copy to the host may still be running when the call returns, even to pageable memory.
 Therefore the destination is not read before the copy's event has completed.
 """
@@ -104,7 +104,7 @@ class Device(Protocol):
         """Enqueue copies on a lane, after its earlier work and after the event `after`."""
 
     def record_stream(self, lane: str, tensors: Sequence[torch.Tensor]) -> None:
-        """Keep memory of compute from being reused before the lane has done its enqueued work.
+        """Keep the memory of `tensors` from being reused until the lane's enqueued work is done.
 
         The effect is that of `torch.Tensor.record_stream`.
         """
@@ -122,14 +122,14 @@ class Device(Protocol):
         """Make compute that is launched from here on wait for the event."""
 
     def sum_squares(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """Return one sum of squares of all tensors, in double precision.
+        """Return the sum of squares over all tensors, or None if the device lacks fp64.
 
-        It is computed in the device's memory, on the stream of the calling thread. Return None if
-        only the host has double precision.
+        The sum is computed in double precision in the device's memory, on the stream of the calling
+        thread. None means that only the host has double precision.
         """
 
     def computing(self) -> AbstractContextManager[Any]:
-        """Return a context for everything that compute does with device buffers."""
+        """Return a context manager inside which compute may use device buffers."""
 
     def overhead(self, host_bytes: int) -> dict[str, int]:
         """Return the device memory that no buffer accounts for, in bytes by owner.
@@ -236,7 +236,10 @@ def to_device(device: Device, tree: Any) -> Any:
 
 
 def move_buffers(model: nn.Module, torch_device: torch.device) -> None:
-    """Move the model's buffers to the compute device; all blocks share them, and they are small."""
+    """Move the model's buffers to the compute device.
+
+    They stay there for the whole run, because they are small and blocks share them.
+    """
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device != torch_device:
@@ -266,9 +269,9 @@ class LinkedCpuDevice(CpuDevice):
         return torch.from_numpy(self.host_memory(count))
 
     def copy(self, lane: str, pairs: Pairs, *, after: Event | None = None) -> Event:
-        """Copy at once.
+        """Copy synchronously.
 
-        `after` has already completed, because compute is done when its call returns.
+        `after` has already completed, because compute on the CPU is synchronous.
         """
         for dst, src in pairs:
             dst.copy_(src)

@@ -164,7 +164,7 @@ class Compiled:
         return None if compiled is None else compiled[1]
 
     def undecided(self, site: int) -> bool:
-        """Return whether it has not been decided yet if this site is compiled."""
+        """Return whether `decide` is still to be called for this site."""
         return self._backend is not None and site not in self._compiled
 
     def decide(self, site: int, forward: Forward, before: Any, after: Any) -> None:
@@ -196,7 +196,7 @@ def _without_values(forward: Forward) -> Forward:
 
 
 class _DropValue(torch.autograd.Function):
-    """An uninitialised tensor of the same shape, through which gradients flow."""
+    """Replaces a tensor by an uninitialised one of the same shape, through which gradients flow."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:

@@ -23,8 +23,8 @@ FIXED = (":4096:8", ":16:8")  # values with which torch considers cuBLAS determi
 def fix_cublas_workspace() -> None:
     """Give cuBLAS workspaces of a fixed size, which makes its results repeatable.
 
-    Raise ConfigError if the process has already used CUDA without this setting, because cuBLAS
-    reads it only once.
+    Raise ConfigError if the variable has another value, or if it is not set and the process has
+    already used CUDA: cuBLAS reads it only once.
     """
     setting = os.environ.get(WORKSPACE)
     if setting in FIXED:
@@ -39,9 +39,10 @@ def fix_cublas_workspace() -> None:
 
 @contextmanager
 def deterministic_algorithms(torch_device: torch.device) -> Iterator[None]:
-    """Use kernels with a fixed order of summation, and none that selects an algorithm by timing.
+    """Temporarily restrict torch to kernels that sum in a fixed order.
 
-    On the CPU, every kernel of a run has a fixed order.
+    cuDNN then does not choose algorithms by timing them. On the CPU, nothing changes, because every
+    kernel of a run sums in a fixed order.
     """
     if torch_device.type == "cpu":
         yield

@@ -344,7 +344,7 @@ class EmulatedDevice(AcceleratorDevice):
         """Do nothing, because the streams have their own threads."""
 
     def record_stream(self, lane: str, tensors: Sequence[torch.Tensor]) -> None:
-        """Keep memory of compute from being reused before the lane has read it.
+        """Keep the memory of `tensors` from being reused before the lane has read it.
 
         The net lane has no stream here: its work is complete when its calls return.
         """

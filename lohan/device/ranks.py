@@ -300,9 +300,9 @@ class ProcessGroup:
 
     @contextmanager
     def all_or_none(self) -> Iterator[None]:
-        """Run a block on every rank; if it fails on one, all ranks stop.
+        """Raise an error on every rank if the `with` body raises a LohanError on any rank.
 
-        The rank that failed raises its own error.
+        All ranks enter the context. The failed rank raises its own error, the others RankError.
         """
         try:
             yield
@@ -585,9 +585,9 @@ def _meet(rendezvous: Any, ranks: RankInfo, run: str, address: str) -> None:
 
 @contextmanager
 def run_ranks() -> Iterator[ProcessGroup]:
-    """Join the ranks for a whole run.
+    """Join the ranks and provide their process group for the duration of a run.
 
-    If the run fails here, this process ends, and the other ranks notice.
+    If the run fails on this rank, this process ends, and the other ranks notice.
     """
     group = join(os.environ)
     try:
@@ -599,7 +599,7 @@ def run_ranks() -> Iterator[ProcessGroup]:
 
 
 def in_turn(group: ProcessGroup, act: Callable[[bool], Found]) -> Found:
-    """Call `act` on the first rank, then on the first of every other machine, then on the rest.
+    """Call `act` on the first rank, then on the first of every other machine, then on all others.
 
     The argument of `act` is whether its rank is the first on its machine. If `act` creates files,
     each machine creates them once, and the other ranks find them.
@@ -613,10 +613,10 @@ def in_turn(group: ProcessGroup, act: Callable[[bool], Found]) -> Found:
 
 
 def local_rendezvous(ranks: RankInfo, env: Mapping[str, str]) -> Any:
-    """Return a TCPStore on a loopback address, if all ranks are on this machine.
+    """Return a TCPStore on MASTER_ADDR if that is a loopback address, otherwise None.
 
     By default torch listens on all interfaces, and any host that reaches it can write to the store.
-    Return None for an address that is not loopback, or if torchrun serves the store.
+    The result is also None if torchrun serves the store.
     """
     host, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
     if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":

@@ -67,7 +67,7 @@ class FlatGroup:
 
     @property
     def dequantised(self) -> int:
-        """The number of elements of its packed tensors once dequantised, including alignment."""
+        """The number of elements of all packed tensors once dequantised, including alignment."""
         sizes = (-(-tensor.parameters // TENSOR_ALIGN) for tensor in self.tensors if tensor.packing)
         return TENSOR_ALIGN * sum(sizes)
 
@@ -259,7 +259,7 @@ class RankInfo:
     def rows(self, count: int) -> tuple[int, int]:
         """Return the rows [start, stop) of a batch that this rank computes.
 
-        If the rows cannot be divided evenly, the first ranks get one more.
+        If the rows cannot be divided evenly, the first ranks get one more row.
         """
         each, more = divmod(count, self.world)
         start = self.rank * each + min(self.rank, more)

@@ -182,7 +182,7 @@ class Profile:
         return replace(divided, host_bytes=self.host_bytes // ranks, drives=drives, **rates)
 
     def check_host(self, host_bytes: int) -> None:
-        """Raise BudgetError for more memory than the machine can have.
+        """Raise BudgetError if the machine has unified memory, and less of it than `host_bytes`.
 
         Unified memory is part of the board and cannot be extended.
         """

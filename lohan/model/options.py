@@ -110,7 +110,7 @@ def options_of(
 
 
 def activation_policy_of(policy: str) -> str | Kept:
-    """Return the policy, or the kept activations of the plan file that it names."""
+    """Return `policy`, or the kept activations of a plan if `policy` is the path of a plan file."""
     if not policy.endswith(".json"):
         return policy
     try:

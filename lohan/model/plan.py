@@ -32,7 +32,7 @@ Which = int | tuple[int, ...]
 Kept = tuple[tuple[str, Which], ...]
 
 
-MOST_CLIPPED = 0.25  # The value for a machine that was not measured.
+MOST_CLIPPED = 0.25  # Default of `Plan.most_clipped`, for a machine that was not measured.
 
 
 @dataclass(frozen=True, kw_only=True)

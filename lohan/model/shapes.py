@@ -428,7 +428,7 @@ def check_heads(name: str, heads: int, hidden: int) -> None:
 # has the default that transformers uses for that model type.
 
 
-# The deepest published models have this many. Planning for more takes minutes.
+# The deepest published models have this many layers. Planning for more takes minutes.
 MOST_LAYERS = 1_000
 
 
@@ -524,7 +524,7 @@ class _Experts:
 class _Gated:
     """The differences of a family from Llama, and its defaults.
 
-    None means derived from other keys.
+    None: the value is derived from other keys.
     """
 
     kv_heads: int | None = None

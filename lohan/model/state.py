@@ -127,7 +127,7 @@ def dequantised_bytes(blocks: Blocks, weight_bytes: int) -> int:
 
 
 def dequantising_bytes(blocks: Blocks) -> int:
-    """Return the temporary memory that dequantisation needs."""
+    """Return the bytes of temporary memory that dequantisation needs."""
     sizes = (tensor.parameters for _, tensor in blocks.tensors() if tensor.packing)
     return align_up(WORK_BYTES * min(DEQUANTISED_AT_ONCE, max(sizes, default=0)), PAGE)
 
@@ -367,9 +367,9 @@ def regions(
 ) -> list[Region]:
     """Return the regions of a store: all weights first, then all state.
 
-    This order makes each kind of read walk one contiguous range. With `gradients`, scratch regions
-    are added for gradients that have to wait for their update. `exact` has the keys of the frozen
-    groups whose rounded-off part is kept.
+    With this order, each kind of read covers one contiguous range. With `gradients`, scratch
+    regions are added for gradients that have to wait for their update. `exact` has the keys of the
+    frozen groups whose rounded-off part is kept.
     """
     # Imported here because it needs numpy, which planning does not.
     from lohan.store.extents import Region

@@ -23,8 +23,8 @@ class SiteFootprint:
     * `forward_bytes` is the peak in forward.
     * `offload_bytes` are the inputs that take a gradient, each aligned to `OFFLOAD_ALIGN`. If the
       device has a memory of its own, they are moved to the host between forward and backward.
-    * `shared_bytes` are the part of `input_bytes` that takes no gradient, such as masks. It stays
-      where it is.
+    * `shared_bytes` are the part of `input_bytes` that takes no gradient, such as masks. They
+      are not moved.
     """
 
     input_bytes: int
@@ -55,7 +55,7 @@ class Footprint:
 class BatchWorkload:
     """The shape of one batch, and its footprint for each micro-batch size."""
 
-    batch: int  # Rows that blocks are called with; micro-batches are slices of these.
+    batch: int  # Number of rows that blocks are called with; micro-batches are slices of these.
     seq: int
     measure: Callable[[int], Footprint]  # Maps a micro-batch size to the footprint.
     # Samples in the batch that the model is called with, if blocks process more rows.

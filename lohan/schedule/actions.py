@@ -152,7 +152,8 @@ _SSD = LANES.index("ssd")
 Use = tuple[int, int, str, list[int]]
 # The last uses by several lanes. Each lane finishes in order, so its last use is enough.
 LastUses = tuple[Use, ...]
-# The uses of one part of a resource since the whole was written: its last write, and its reads.
+# The uses of one part of a resource since the whole resource was written: its last write, and the
+# reads after it.
 _Part = tuple[Use | None, LastUses]
 
 
@@ -165,12 +166,11 @@ class _Record:
     __slots__ = ("parts", "parts_read", "parts_written", "read", "written")
 
     def __init__(self, written: Use | None = None) -> None:
-        self.written = written  # the write of the whole
-        self.read: LastUses = ()  # the reads of the whole
-        # The last writes and reads of any part, and those of each part.
-        self.parts_written: LastUses = ()
-        self.parts_read: LastUses = ()
-        self.parts: dict[int, _Part] = {}
+        self.written = written  # last write of the whole resource
+        self.read: LastUses = ()  # reads of the whole resource since then
+        self.parts_written: LastUses = ()  # last writes of any part since then
+        self.parts_read: LastUses = ()  # reads of any part since then
+        self.parts: dict[int, _Part] = {}  # the same for each part, by number
 
     def copy(self) -> _Record:
         other = _Record.__new__(_Record)
@@ -209,7 +209,7 @@ class Uses:
         """Record the effects of the next action and return the conflicting use in each lane.
 
         Each use is returned with the effect that conflicts with it. Uses that have finished
-        according to the vector clock `lane_clocks` are left out. The clock is advanced in place to
+        according to the vector clock `lane_clocks` are omitted. The clock is advanced in place to
         include the uses that are returned.
         """
         kind, name = action[0], action[5]

@@ -194,7 +194,7 @@ class _Contents:
     ) -> None:
         self.spec, self.clocks, self.by_interval = spec, clocks, by_interval
         self.from_start = whole  # whether the schedule relies on no earlier schedule
-        self.whole_step = whole  # whether the actions since the last C are those of a whole step
+        self.whole_step = whole  # whether the schedule contains the beginning of the current step
         # The contents of each slot and buffer: a group, a (group, chunk), a site, or None.
         self.held_in: dict[str, list[Any]] = {
             SLOT: [*buffers.slots, *spec.host_cached_weights],
@@ -225,7 +225,7 @@ class _Contents:
     # -- the serial order -------------------------------------------------------------------------
 
     def check(self, action: Action) -> None:
-        """Check that an action finds what it needs, and record what it leaves behind."""
+        """Check that an action finds the contents it needs, and record the contents after it."""
         check = self._CONTENT.get(action.kind)
         if check is not None:
             check(self, action)
@@ -391,7 +391,7 @@ class _Contents:
         self.unwritten_weights.discard((action.index, action.chunk))
 
     def _new_chunk(self, action: Action) -> None:
-        """Check that the chunk was updated, and that a generation is open for it."""
+        """Check that the chunk was updated and not yet written, and that a generation is open."""
         if (action.index, action.chunk) not in self.unwritten:
             _fail(action, "there is nothing new to write")
         if self.step_end is not None and not self.clocks.has_finished(self.step_end):

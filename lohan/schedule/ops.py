@@ -136,17 +136,17 @@ class Operation(str):
 
     @property
     def starts(self) -> bool:
-        """Whether a lane starts the action, so that it has the fixed cost of an action."""
+        """Whether the action has the fixed cost of an action, because a lane starts it."""
         return self.lane != "compute" and self.subject is not Subject.STEP
 
 
 def _per_parameter(size: Callable[[BytesPerParameter], float]) -> Any:
-    """Return the bytes of an action that moves `size` bytes per parameter of its group or chunk."""
+    """Return a `moves` function for actions that move `size` bytes per parameter."""
     return lambda work, index, chunk: work.parameters(index, chunk) * size(work.per_parameter)
 
 
 def _among_ranks(size: Callable[[BytesPerParameter], float]) -> Any:
-    """Return the bytes that a rank exchanges with all others for its shard of a group."""
+    """Return a `moves` function for the bytes that a rank exchanges with all others."""
     return lambda work, index, chunk: (
         work.parameters(index, chunk) * ((work.world - 1) * size(work.per_parameter))
     )
@@ -227,7 +227,7 @@ def _update(index: int, chunk: int, at: At, spec: ScheduleSpec) -> list[Effect]:
 
 
 def _host_copy(index: int, at: At) -> Resource:
-    """Return where the offloaded activations of a site are in host memory."""
+    """Return the resource in host memory that holds the offloaded activations of a site."""
     return (HOST_ACTIVATIONS, at[0]) if len(at) > 1 else ("activations", index)
 
 

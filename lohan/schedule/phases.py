@@ -66,7 +66,7 @@ class Upcoming:
             self._at[group].popleft()
 
     def distance(self, held: int | None, *, then: bool = False) -> float:
-        """Return the number of uses until the group in a slot is used again; inf for no group.
+        """Return the number of uses until the group in a slot is used again; inf for an empty slot.
 
         A group without a further use counts as used at the end of the phase or, with `then`, at the
         end of the phase after it.
@@ -342,7 +342,11 @@ class Builder:
         self.device = [None if held == group else held for held in self.device]
 
     def _write(self, action: Action, placement: Placement) -> None:
-        """Emit the write of an updated chunk, leave it to the next phase, or leave it out."""
+        """Emit the write of an updated chunk, defer it to the next phase, or omit it.
+
+        `placement` decides which. If the log can restore the chunk, only its weights are written,
+        unless they are cached.
+        """
         persist = placement.persist_of(action.chunk)
         if persist is Persist.NOW:
             self.emit_action(action, *([(CHUNK_TURN, READ, WHOLE)] if self.one_by_one else []))
@@ -473,7 +477,7 @@ def backward(
 
 
 def commit_log(spec: ScheduleSpec, buffers: BufferState) -> tuple[Schedule, BufferState]:
-    """Return the schedule of the end of a step in the log, after its backward."""
+    """Return the schedule that commits the log of a step after its backward."""
     b = Builder(spec, buffers)
     b.emit(Op.COMMIT_LOG)
     return b.result()
@@ -652,8 +656,8 @@ def updates(
 ) -> tuple[Schedule, BufferState]:
     """Return the schedule of updates of groups whose gradients are complete.
 
-    The gradients of held groups are held instead. With `end`, backward ends first, and the step
-    ends afterwards if nothing is held.
+    If `placed` updates a group later, its gradients are held instead. With `end`, backward ends
+    first, and the step ends afterwards if nothing is held.
     """
     b, held = Builder(spec, buffers, placed), frozenset(placed.held)
     if end:
@@ -674,7 +678,7 @@ def updates(
 
 
 def _update_or_hold(b: Builder, group: int, rooms: _GradientRooms) -> None:
-    """Update a group whose gradients are in host memory, or hold them until its update."""
+    """Update a group whose gradients are in host memory, or hold them if it is updated later."""
     if b.placed.of(group).update is not Update.BACKWARD:
         _hold(b, group, rooms)
         return

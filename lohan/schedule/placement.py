@@ -33,14 +33,14 @@ class Update(StrEnum):
 
 
 class Gradient(StrEnum):
-    """The place of a group's gradients until its update."""
+    """The tier that holds the gradients of a group until its update."""
 
     HOST = "host"
     SSD = "ssd"
 
 
 class Residence(StrEnum):
-    """The place of weights or state between two uses."""
+    """The tier that holds weights or state between two uses."""
 
     STREAM = "stream"  # on SSD
     CACHED = "cached"  # in host memory
@@ -138,7 +138,7 @@ class Rule:
     # backward has ended (engine/step.py).
     applies: Callable[[UpdateOptions, bool], bool] | None
     update: Update = Update.BACKWARD
-    late: Update = Update.NEXT_FORWARD  # of the groups that `balanced` defers
+    late: Update = Update.NEXT_FORWARD  # when the groups that `balanced` defers are updated
 
 
 RULES = (

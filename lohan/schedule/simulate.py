@@ -58,7 +58,7 @@ class _Task:
 
     action: Action
     missing: int = 0  # number of tasks that it waits for and that were not simulated yet
-    ready_s: float = 0.0  # when the last of the others finishes
+    ready_s: float = 0.0  # when the last task that it waits for finishes
     waiting: list[_Task] = field(default_factory=list)  # tasks that wait for this one
     finish_s: float = 0.0
 
@@ -78,7 +78,7 @@ def simulate(
 
 
 def _in_order(phases: Iterable[Schedule], seconds: Callable[[Action], float]) -> Timeline:
-    """Return the timeline if all lanes are independent.
+    """Return the timeline of phases if no lanes share a thread.
 
     No action waits for a later one, so one pass in the order of the schedule is enough.
     """

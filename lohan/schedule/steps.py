@@ -62,7 +62,7 @@ def spec_of(blocks: Blocks, plan: Plan) -> ScheduleSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutionOrder:
-    """The order of sites in forward and in backward, and what decides when updates run."""
+    """The order of sites in forward and in backward, and the options for updates."""
 
     forward: tuple[int, ...]  # sites
     backward: tuple[int, ...]  # sites
@@ -117,8 +117,9 @@ def check_order(spec: ScheduleSpec, order: ExecutionOrder) -> None:
     """Raise a LohanError if a schedule of this order is wrong or has a race between lanes.
 
     Several consecutive steps are checked, so that the work that one step leaves to the next is
-    checked too. If the order contains such steps, they include both transitions between waiting for
-    the norm and speculating, and both transitions between steps that commit and steps that do not.
+    checked too. If steps may speculate, both transitions between waiting for the norm and
+    speculating are included. If some steps do not commit, both transitions between steps that
+    commit and steps that do not are included.
     """
     # Imported here, because forecasts use this module without checking schedules.
     from lohan.schedule.check import validate
@@ -148,7 +149,7 @@ def chain_of(
     """Yield the phases of consecutive steps; without `waits`, their actions have no waits.
 
     `commits` says for each step whether it commits, `speculates` whether it runs updates before the
-    norm is known. Steps beyond the end of `speculates` do so if they can.
+    norm is known. Steps beyond the end of `speculates` speculate if the options allow it.
     """
     buffers, before = empty_buffers(spec, waits=waits), None
     compiled: dict[tuple[bool, bool], StepPlacement] = {}
@@ -171,7 +172,7 @@ def _overlapped(
     placed: StepPlacement,
     before: StepPlacement | None,
 ) -> tuple[Phases, BufferState]:
-    """Return the phases of a step, including what the step `before` it left to forward."""
+    """Return the phases of a step, including the work that the step `before` left to forward."""
     pending = before if before is not None and before.in_next_forward else None
     forward, buffers = sched.forward(spec, buffers, order.forward, pending)
     unreached = _unreached(spec, order)
