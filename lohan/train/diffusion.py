@@ -60,7 +60,7 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class ModelInterface:
-    """How models of a class are called.
+    """The inputs that one class of diffusion transformers takes.
 
     `sizes` maps a field to the config setting that gives the width of its last dimension.
     """
@@ -113,7 +113,7 @@ class Noising:
         return arrays
 
     def check(self, place: str, arrays: Mapping[str, np.ndarray]) -> None:
-        """Raise DataError if the model cannot take an example."""
+        """Raise DataError if the model cannot take the example at `place`."""
         latent = arrays[LATENT]
         if latent.ndim != 3 or latent.shape[0] != self.channels:
             raise DataError(
@@ -196,7 +196,7 @@ def scheduler_config(folder: DiffusersFolder) -> dict[str, Any]:
 
 
 def _ddpm(folder: DiffusersFolder) -> Any:
-    """Return the scheduler that the model was trained with, or DDPM's defaults without one."""
+    """Return the folder's scheduler, or one with DDPM's defaults if the folder has none."""
     kind = diffusers_class("DDPMScheduler", folder.model)
     scheduler = kind.from_config(scheduler_config(folder)) if folder.scheduler else kind()
     if scheduler.config.prediction_type not in TARGETS:
@@ -314,7 +314,7 @@ COMPUTE_INPUTS = ("hidden_states", TEXT, POOLED)  # inputs in the model's comput
 
 @dataclass(frozen=True)
 class Noised:
-    """Records whose batches are mixed with noise."""
+    """Examples to which noise is added when a batch is made."""
 
     records: Records
     noising: Noising

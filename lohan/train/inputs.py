@@ -244,7 +244,7 @@ def training_dtype(config: Config) -> str:
 
 
 def check_state_format(folder: RunFolder, config: Config) -> None:
-    """Raise ConfigError if the settings need another state format than the store has."""
+    """Raise ConfigError if the store's state format is not the one that the settings require."""
     wanted = state_format_of(training_dtype(config), config.train.kind)
     for stores in sets_of(folder, config):
         manifest = read_latest(stores.primaries[0])
@@ -259,7 +259,7 @@ def check_state_format(folder: RunFolder, config: Config) -> None:
 
 
 def check_room(plan: Plan, prompts: Prompts) -> None:
-    """Raise BudgetError if a prompt cannot be answered between two steps."""
+    """Raise BudgetError if the memory that is free between steps is too small for an answer."""
     room = bytes_between_steps(plan)
     if room < prompts.each_bytes:
         raise BudgetError(
@@ -270,7 +270,7 @@ def check_room(plan: Plan, prompts: Prompts) -> None:
 
 
 def bytes_between_steps(plan: Plan) -> int:
-    """Return the bytes that the plan reserves for compute, unused between steps."""
+    """Return the bytes that the plan reserves for compute; they are free between steps."""
     tier = "device" if plan.device_slots else "host"
     compute = (INPUTS, KEPT, STREAMS, WAITING, WORK)
     return sum(e.bytes for e in plan.ledger if e.tier == tier and e.owner in compute)

@@ -40,7 +40,7 @@ from lohan.util.units import align_up, counted
 
 
 def remarks(examples: Dataset, config: Config) -> list[str]:
-    """Return which files of a folder were read, and which parts the model does not see."""
+    """Return messages about the files that were read, and about tools that the template omits."""
     lines = folder_files(config)
     if count := examples.summary.unseen_tools:
         lines.append(
@@ -100,7 +100,7 @@ class CausalLM(Task[Dataset]):
         shapes = {"input_ids": shape, "labels": shape}
         if config.train.pack:
             shapes["position_ids"] = shape
-        if padded:  # A mask selects another attention kernel, which needs other memory.
+        if padded:  # A mask selects another attention kernel, which may need more memory.
             shapes["attention_mask"] = shape
         return shapes
 
@@ -209,9 +209,9 @@ class VisionLanguage(Task[Fields]):
         return "\n".join([note, *rendered(examples.rendered)])
 
     def shapes(self, config: Config, examples: list[Fields], *, dtype: str) -> Batch:
-        """Return the largest batch, with its values.
+        """Return the largest batch with its values, not only its shapes.
 
-        The values matter because the positions of image tokens depend on them.
+        The positions of image tokens depend on the values.
         """
         if examples:
             return inputs_of(
@@ -224,9 +224,10 @@ class VisionLanguage(Task[Fields]):
         return inputs_of(conversations.example(config.train.batch))
 
     def part(self, batch: Batch, start: int, stop: int) -> Batch:
-        """Collate the selected examples again.
+        """Return a batch of the examples from `start` up to `stop`, or of one if there are none.
 
-        Pixel tensors have no batch dimension that could be sliced.
+        The examples are collated again instead of slicing the batch, because pixel tensors have no
+        batch dimension.
         """
         low, high = (start, stop) if start < stop else (0, 1)
         made_by, examples = batch[ROWS]

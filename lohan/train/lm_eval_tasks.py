@@ -21,7 +21,7 @@ from lohan.util.display import Display
 from lohan.util.units import align_up
 
 ANSWER = 256  # limit on the tokens of an answer if a task does not specify one
-# log-probability of a continuation, and whether it is the most likely one
+# The log-probability of a continuation, and whether greedy decoding would produce it.
 Scored = tuple[float, bool]
 
 
@@ -99,9 +99,10 @@ def run_tasks(
 
 
 class Streamed:
-    """Scores and answers of a model whose weights are read once for each batch or token.
+    """A model with streamed weights that scores continuations and answers prompts.
 
-    `seq` counts all tokens of a row. The harness does not count the last token.
+    Scoring reads the weights once per batch; answering reads them once per token. `seq` counts all
+    tokens of a row. The harness does not count the last token.
     """
 
     def __init__(
@@ -188,7 +189,7 @@ class Streamed:
         return answers
 
     def encode(self, text: str, special: bool | None = None) -> list[int]:
-        """Tokenise a text without adding a second start token."""
+        """Tokenise a text; by default, add no BOS token if the text begins with one."""
         start = self.tokenizer.bos_token
         if special is None and start and text.startswith(start):
             special = False
@@ -231,7 +232,7 @@ def _cut_at_stops(text: str, stops: str | list[str] | None) -> str:
 
 
 def _as_lm(streamed: Streamed) -> Any:
-    """Return the model behind the interface of the harness."""
+    """Wrap `streamed` as a model of the harness (a `TemplateLM`)."""
     from lm_eval import utils
     from lm_eval.api.model import TemplateLM
 

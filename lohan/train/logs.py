@@ -398,7 +398,8 @@ class Meter:
     def aside(self) -> Iterator[None]:
         """Exclude work that is not part of a step, such as a snapshot or an evaluation.
 
-        The lanes must be idle at the start and at the end.
+        The lanes must be idle when the context is entered and left, which is not checked. Spans and
+        bytes read in between are excluded, whatever step they belong to.
         """
         start, before = time.perf_counter(), self._moved.counters.bytes_read
         self._spans += self._trace.take_step()

@@ -50,7 +50,7 @@ class Name:
 
 
 def name_of(path: Path) -> Name:
-    """Return the name of a model or dataset, from the hub's cache folder or the last folder."""
+    """Return the name on the hub if `path` is in the hub's cache, otherwise its last component."""
     for part in reversed(path.absolute().parts):
         if cached := _CACHED.fullmatch(part):
             return Name(f"{cached[1]}/{cached[2]}", True)
@@ -224,5 +224,5 @@ def _versions() -> list[tuple[str, str]]:
 
 
 def _plain(text: str) -> str:
-    """Return text in which no character has a meaning in Markdown or HTML."""
+    """Replace the characters that have a meaning in Markdown or HTML by spaces."""
     return re.sub(r"[`<>|\[\]\r\n]", " ", text).strip()

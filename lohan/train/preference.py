@@ -1,4 +1,4 @@
-"""Preference tuning with chosen and rejected answers, by log-probabilities of whole answers.
+"""Preference tuning: losses on the log-probabilities of chosen and rejected answers.
 
 The reference is never a second model. Its log-probabilities are those of the model before the first
 step. They are computed in one forward-only pass over the data and stored with it. A new adapter
@@ -112,7 +112,7 @@ class Preference(Task[Preferences]):
         return part | whole | {"weight": 1.0, "of": count, "of_tokens": _first_tokens(batch)}
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Return the mean over the rows of the whole batch, and put rewards in its `stats`."""
+        """Return the mean loss over the rows of the whole batch, and put rewards in its `stats`."""
         config: PreferenceConfig = batch["objective"]
         ids, labels = batch["input_ids"], batch["labels"]
         mask = batch.get("attention_mask", torch.ones_like(ids))
@@ -173,7 +173,8 @@ class Preference(Task[Preferences]):
         if config.preference.loss not in WITH_REFERENCE:
             return
         file = examples.sequences.folder / f"reference-{examples.digest()}.npy"
-        # A stored reference may be of another model, if an earlier start began with that model.
+        # Before the first step, do not trust an existing file: an earlier attempt to start this run
+        # may have used another model.
         if not session.step:
             logps = self._reference_logps(session, examples, progress)
             if session.process_group.ranks.first:
@@ -213,7 +214,7 @@ def check_kind(dataset: Dataset, *, rated: bool, option: str, what: str) -> None
 
 
 def _first_tokens(batch: Batch) -> int:
-    """Return the number of tokens in the first half, without the first token of each row."""
+    """Return the number of tokens in the first half of the rows, except each row's first token."""
     count = len(batch["input_ids"]) // 2
     mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
     return int(mask[:count, 1:].sum())
@@ -307,7 +308,11 @@ def note(
     desirable: torch.Tensor | None,
     mean: Callable[[torch.Tensor], float],
 ) -> None:
-    """Record the rewards of the whole batch in `stats`. All ranks must call it."""
+    """Store the mean rewards over all ranks in `stats`; for pairs, also accuracy and margin.
+
+    `first` and `second` are the rewards of both halves of the batch. All ranks must call this,
+    because `mean` averages over ranks.
+    """
     if stats is None:
         return
     if desirable is not None:
@@ -387,7 +392,7 @@ class Reward(Preference):
         encoder = Encoder(config.model, template=config.train.chat_template)
         encoder.tokenizer(str(config.model))
         text: Any = loaded.get_text_config()
-        # The score is taken before the padding.
+        # The score is read at the last token before the padding.
         text.pad_token_id = encoder.pad_id(getattr(text, "vocab_size", None))
         with offline():
             model = build_model(config.model, dtype=dtype_of(STATE_FORMATS[dtype]), config=loaded)

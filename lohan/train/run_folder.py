@@ -133,7 +133,7 @@ def read_mark(folder: Path) -> Mark | None:
 
 @dataclass(frozen=True)
 class _Inside:
-    """A file or folder in the run folder, by its name."""
+    """An attribute that is the path of the file or folder `name` in the run folder."""
 
     name: str
 
@@ -165,7 +165,7 @@ class RunFolder:
         return self.trace if ranks.first else self.path / f"trace-rank{ranks.rank}.json"
 
     def config(self, changes: Mapping[str, Any] | None = None) -> Config:
-        """Return the settings of the run, with some of them changed by name."""
+        """Return the settings of the run; `changes` maps names of settings to new values."""
         if not self.config_file.is_file():
             raise ConfigError(
                 f"{self.path} is not a run folder (no run.toml in it); give the folder that "
@@ -254,7 +254,7 @@ _user_umask: int | None = None  # the umask before `owner_only`, while inside it
 
 @contextmanager
 def owner_only() -> Iterator[None]:
-    """Let only the owner read files and folders that are created inside the block."""
+    """Give nobody but the owner access to files and folders created in the `with` body."""
     global _user_umask
     before, outer = os.umask(0o077), _user_umask
     _user_umask = before if outer is None else outer
@@ -267,7 +267,7 @@ def owner_only() -> Iterator[None]:
 
 @contextmanager
 def users_umask() -> Iterator[None]:
-    """Create files and folders with the user's umask, also inside `owner_only`."""
+    """Create files and folders in the `with` body with the user's umask, even in `owner_only`."""
     if _user_umask is None:
         yield
         return
@@ -326,7 +326,7 @@ def read_rows(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def parse_rows(data: bytes, file: Path, *, first: int = 1) -> Iterator[dict[str, Any]]:
-    """Yield the rows in a part of a log that begins with line `first`."""
+    """Yield the rows in `data`, a part of a log that begins with line number `first`."""
     for number, line in enumerate(data.split(b"\n"), first):
         try:
             row = parse_json(line)
@@ -355,8 +355,8 @@ def repair_logs(folder: RunFolder, *, step: int, last: Sequence[dict[str, Any]])
     """Repair the logs after a crash, and return how many uncommitted steps they contained.
 
     Afterwards the logs contain each step up to `step`, the last committed one, and its evaluation
-    exactly once. `last` are the latest rows from the manifest, because a crash can occur between
-    commit and log.
+    exactly once. `last` are the rows in the latest manifest, which may be missing from the log:
+    a crash can occur after a commit and before its rows are logged.
     """
     steps = {row["step"]: row for row in step_rows(folder)}
     for row in last:
@@ -376,8 +376,8 @@ def _rewrite(file: Path, rows: list[dict[str, Any]]) -> None:
 
 # -- Claiming, resuming and clearing a run folder --------------------------------------------------
 #
-# A start claims a folder by writing a mark (`Mark`), and only if the names that the run will use
-# are free. From then on these names belong to the run, and nothing else is removed or replaced.
+# A new run claims its folder by writing a mark (`Mark`), and only if the names that it will use are
+# free. From then on these names belong to the run, and nothing else is removed or replaced.
 
 
 CLAIM = f"{MARK}.lock"
@@ -386,7 +386,7 @@ CLAIM = f"{MARK}.lock"
 def sets_of(folder: RunFolder, config: Config, *, rank: int = 0) -> list[StoreSet]:
     """Return the run's stores on this machine, complete or not.
 
-    The search starts where `rank` has its own store.
+    The search begins in the folders that --ssd names for `rank`.
     """
     return find_sets(partial(folder.ssd_folders, config), folder.store_name(config), seen_by=rank)
 
@@ -515,7 +515,7 @@ def export_mark(folder: RunFolder, config: Config) -> str | None:
 
 
 def final_exports(folder: RunFolder, config: Config) -> dict[str, Path]:
-    """Return the folders that a run exports at its end, by description."""
+    """Return the folders that a run exports at its end, each with the name of its content."""
     lora, wanted = bool(config.train.lora), {}
     if config.output.export:
         wanted["adapter" if lora else "fine-tuned model"] = folder.model
@@ -533,7 +533,7 @@ def note_finished(folder: RunFolder, *, step: int, total: int) -> None:
 
 
 def finished_at(folder: RunFolder, config: Config) -> tuple[int, int] | None:
-    """Return the final step and the number of planned steps of a finished run, or None.
+    """Return the final step and the planned steps of a run, or None if it is not finished.
 
     A run counts as finished if its store is at that step, its exports are intact, and its settings
     have not changed.
@@ -578,7 +578,7 @@ def check_original(folder: RunFolder, config: Config) -> None:
 
 @contextmanager
 def folder_lock(folder: RunFolder) -> Iterator[None]:
-    """Create the folder and lock it, so that only one start uses it at a time.
+    """Create the folder and lock it, so that only one process at a time starts a run in it.
 
     The lock is held until the store itself is locked. Created folders that are empty at the end are
     removed.
@@ -605,7 +605,7 @@ def folder_lock(folder: RunFolder) -> Iterator[None]:
 def claim_names(folder: RunFolder, config: Config, mark: Mark, *, rank: int = 0) -> None:
     """Claim the folder for the run.
 
-    Stores left by a start that died before its first commit are removed. The first rank of every
+    Stores left by a run that ended before its first commit are removed. The first rank of every
     machine calls this.
     """
     before = folder.mark
@@ -630,7 +630,7 @@ def claim_new_names(folder: RunFolder, config: Config) -> None:
 
 
 def _remove_stores(folder: RunFolder, config: Config, *, rank: int = 0) -> None:
-    """Remove the stores of a start that did not complete its first step."""
+    """Remove stores without a committed step; raise StoreError if a store has one."""
     for stores in sets_of(folder, config, rank=rank):
         for path in stores.primaries:
             manifest = read_latest(path)
@@ -640,7 +640,7 @@ def _remove_stores(folder: RunFolder, config: Config, *, rank: int = 0) -> None:
 
 
 def check_resumable(folder: RunFolder, config: Config) -> None:
-    """Raise StoreError if the run has no store, or was never committed by all ranks."""
+    """Raise StoreError if the run has no store, or no step that all ranks have committed."""
     sets = sets_of(folder, config)
     if not sets:
         raise StoreError(_without_store(folder, config))
@@ -685,7 +685,7 @@ def reshard_stores(folder: RunFolder, config: Config, world: int, display: Displ
 
 
 def undo_start(folder: RunFolder, config: Config) -> None:
-    """Remove what a failed start has created in a folder that it has claimed."""
+    """Remove everything that a run created in the folder it claimed, after it failed to start."""
     _remove_stores(folder, config)
     mark = folder.mark
     for data in (folder.data, folder.eval_data):
@@ -697,8 +697,8 @@ def undo_start(folder: RunFolder, config: Config) -> None:
         remove_base(folder.base)
     folder.config_file.unlink(missing_ok=True)
     temporary_of(folder.config_file).unlink(missing_ok=True)
-    # If a failing drive prevents a part of the removal, the mark stays. What remains then still
-    # belongs to the run, and the next start removes it.
+    # If a failing drive prevents a part of the removal, the mark stays. The remaining files
+    # then still belong to the run, and the next run that claims the folder removes them.
     names = set() if mark is None else {*mark.names} - {MARK}
     created = (*folder.store_dirs(config), *(folder.path / name for name in names))
     if not any(path.exists() for path in created):

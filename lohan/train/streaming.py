@@ -57,13 +57,13 @@ NO_UPDATES = ParamGroups([AdamW(lr=0.0)], {})
 
 @dataclass(frozen=True)
 class Source:
-    """The model to run: a Hugging Face folder and, for a run made from it, the run's stores."""
+    """The model to run: a Hugging Face folder or, if `stores` is given, a run based on it."""
 
     folder: Path
     stores: StoreSet | None = None
     lora: Lora | None = None
     base: str = ""  # how the frozen weights are packed
-    template: str | None = None  # chat template, if it is not the folder's own
+    template: str | None = None  # chat template that replaces the folder's own
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ def _plan(
 ) -> Plan:
     """Return a plan with the largest micro-batch that fits.
 
-    A batch that fills a cache cannot be divided.
+    With cached keys and values, raise BudgetError instead of dividing the batch.
     """
     micro_batch, (least, most) = shape.batch, HEAD_TOKENS
     each = LOGIT_COPIES * 4 * model.config.get_text_config().vocab_size  # type: ignore[operator, union-attr]
@@ -216,7 +216,7 @@ def _plan(
 
 
 WEIGHTS_PREFIX = "lohan-weights-"
-# Lock file in a folder of `_temporary`, held by the process that created it
+# Name of the lock file in a folder made by `_temporary`, locked by the process that made it.
 WEIGHTS_LOCK = ".lohan-weights"
 
 
@@ -239,7 +239,7 @@ def _temporary(ssd: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def _remove_abandoned(ssd: Path) -> None:
-    """Remove folders of `_temporary` whose process has ended."""
+    """Remove the folders that ended processes have made with `_temporary`."""
     for folder in ssd.glob(f"{WEIGHTS_PREFIX}*"):
         made_here = (folder / WEIGHTS_LOCK).is_file() and not folder.is_symlink()
         if made_here and not is_locked(folder, name=WEIGHTS_LOCK):
@@ -247,13 +247,13 @@ def _remove_abandoned(ssd: Path) -> None:
 
 
 def own_dtype(folder: Path) -> str:
-    """Return the name of the type of the folder's weights, or "fp32" if it is not supported."""
+    """Return the name of the type in the folder's config, or "fp32" if it is not supported."""
     named = str(getattr(causal_config(folder), "dtype", None) or "float32").removeprefix("torch.")
     return next((name for name, fmt in STATE_FORMATS.items() if fmt.dtype == named), "fp32")
 
 
 def batch_of(shape: Shape) -> dict[str, torch.Tensor]:
-    """Return the largest batch on the meta device."""
+    """Return a batch of this shape on the meta device."""
     ids = torch.empty((shape.batch, shape.tokens), dtype=torch.long, device="meta")
     return {"input_ids": ids} | ({"position_ids": ids} if shape.packed else {})
 

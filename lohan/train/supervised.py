@@ -65,7 +65,7 @@ PADDING = {"labels": IGNORE, "token_type_ids": 0}  # padding values of fields th
 
 @dataclass
 class Collate:
-    """A collator that pads examples to the rows of a batch."""
+    """A collator that pads the token sequences of a batch to one length."""
 
     pad_id: int
     limit: int
@@ -79,7 +79,7 @@ class Collate:
         return tensors | self.answers(rows)
 
     def answers(self, rows: Sequence[Row]) -> Batch:
-        """Return a label for each token of the text, or the tokens of another text."""
+        """Return the padded labels: one for each input token, or the tokens of a target text."""
         return {"labels": torch.from_numpy(self._padded(rows, "labels"))}
 
     def _padded(self, rows: Sequence[Row], name: str) -> np.ndarray:
@@ -103,7 +103,7 @@ class CollateSpan(Collate):
 
 
 def stacked_labels(labels: Sequence[np.ndarray]) -> torch.Tensor:
-    """Return a class, a number, or a multi-hot vector for each example."""
+    """Stack the labels (classes, numbers or multi-hot vectors) of all examples into a tensor."""
     stacked = torch.from_numpy(np.stack(labels))
     return stacked.long().squeeze(1) if not stacked.is_floating_point() else stacked
 
@@ -231,7 +231,7 @@ def shown(kind: str, texts: Texts, row: Row) -> dict[str, str]:
 
 
 def _whole(blocks: Iterator[str]) -> Iterator[str]:
-    """Yield blocks of text, after joining short ones to the previous block."""
+    """Join short blocks of text to the previous block, and yield the resulting blocks."""
     before = ""
     for block in blocks:
         if before and len(block) > SHORT_CHARACTERS:
@@ -358,7 +358,7 @@ def _open_pictures(config: Config) -> Pictures:
 
 
 def _folder_rows(folder: Path, pictures: Pictures, data: DataRequest) -> Iterator[Row]:
-    """Yield the images of a folder; the name of their subfolder is the class name or number."""
+    """Yield an example for each image; its label is the name of the image's subfolder."""
     samples = find_samples(folder, companions=(), option=data.option)
     for number, sample in enumerate(samples, 1):
         if not sample.is_image:

@@ -36,7 +36,7 @@ Batch = dict[str, Any]
 # Maps the name of a value to its mean over the rows of a batch that have it, and to the share of
 # these rows.
 Stats = dict[str, tuple[float, float]]
-# called with the activity, the amount done and the total
+# Called with the name of the activity, the amount done and the total.
 OnProgress = Callable[[str, int, int], None]
 
 
@@ -63,7 +63,7 @@ class Examples(Protocol):
     def batch(self, step: int, batch_size: int) -> Batch: ...
 
     def passes(self, batch_size: int) -> Iterator[Batch]:
-        """Yield every example once, in the same batches for every evaluation."""
+        """Yield batches that contain every example once; every call yields the same batches."""
 
     def split(self, share: float) -> tuple[Self, Self]:
         """Return the training examples and the held-out examples."""
@@ -141,7 +141,7 @@ class Task(ABC, Generic[Kind]):
         """Return a description of the examples for the user."""
 
     def arrange(self, examples: Kind, config: Config) -> Kind:
-        """Return the examples as batches use them, for example packed."""
+        """Return the examples in the form from which batches are made, for example packed."""
         return examples
 
     @abstractmethod
@@ -161,9 +161,9 @@ class Task(ABC, Generic[Kind]):
         return len(batch["input_ids"])
 
     def part(self, batch: Batch, start: int, stop: int) -> Batch:
-        """Return some rows of a batch.
+        """Return the rows of a batch from `start` up to `stop`.
 
-        For an empty range, return a batch that the model can be called with.
+        If there are none, return one row, because a model cannot be called with an empty batch.
         """
         low, high = (start, stop) if start < stop else (0, 1)
         return {name: tensor[low:high] for name, tensor in batch.items()}
@@ -208,7 +208,7 @@ def load_trained(
 
 
 def freeze_part(model: nn.Module, part: str) -> None:
-    """Freeze all parameters below modules whose dotted name contains `part`."""
+    """Freeze all parameters whose dotted name contains the component or components `part`."""
     parameters = [p for name, p in model.named_parameters() if f".{part}." in f".{name}."]
     if not parameters:
         parts = sorted({name.split(".")[0] for name, _ in model.named_parameters()})
@@ -225,7 +225,7 @@ def freeze_part(model: nn.Module, part: str) -> None:
 
 
 def kind_in(config: Config, task: str, kinds: Mapping[str, object]) -> tuple[str, Any]:
-    """Return the kind and the config of the run's model; refuse a kind not in `kinds`."""
+    """Return the kind and the config of the run's model; raise ModelError if not in `kinds`."""
     loaded = load_config(config.model)
     kind = kind_of(loaded, config.model)
     if kind not in kinds:
@@ -239,7 +239,7 @@ def kind_in(config: Config, task: str, kinds: Mapping[str, object]) -> tuple[str
 
 
 def folder_files(config: Config) -> list[str]:
-    """Return a line about each data folder with the files that were read."""
+    """Return, for each data folder, a line that lists the files read from it."""
     lines = []
     for path in (source.path for source in config.data):
         if path.is_dir() and not is_saved(path):
@@ -253,7 +253,7 @@ def folder_files(config: Config) -> list[str]:
 def few_warning(count: int, what: str, config: Config) -> list[str]:
     """Return a warning if a batch has more rows than there are examples.
 
-    `what` is the name of the examples in the message.
+    `what` is the number of examples with its noun, such as "3 pairs".
     """
     if count >= config.train.batch:
         return []
@@ -273,7 +273,7 @@ def refuse_text_settings(config: Config, task: str) -> None:
 
 @dataclass(frozen=True)
 class Share:
-    """A rank's rows of every batch, and the loss over all ranks."""
+    """Selects a rank's rows of every batch, and computes the loss over all ranks."""
 
     session: Session
     task: Task[Any]
@@ -282,8 +282,9 @@ class Share:
     def reads_late(self) -> bool:
         """Whether the loss is read only after backward.
 
-        Reading it earlier would make an accelerator wait for the host. A NaN loss is then found
-        after the updates have run, so this requires that the previous step is committed.
+        Reading it earlier would make an accelerator wait for the host. When it is read late, a
+        NaN loss is detected after the updates have run, so the previous step must be on disk: this
+        is True only for a single rank, on an accelerator, with a plan that commits every step.
         """
         executor = self.session.executor
         return (

@@ -115,8 +115,8 @@ def begin(
 ) -> tuple[Session, Inputs]:
     """Claim the folder on the first rank, prepare the data and create the stores.
 
-    A failure leaves nothing behind. With several ranks the folder stays, because other ranks may
-    still be using it.
+    If this fails, everything that it created is removed. With several ranks nothing is removed,
+    because other ranks may still be using the folder.
     """
     mark = Mark(**group.broadcast_made(lambda: asdict(new_mark(folder.path))))
     claimed = False
@@ -149,7 +149,7 @@ def begin(
             if claimed and not group.ranks.several:
                 try:
                     undo_start(folder, config)
-                # The original error is the one to raise.
+                # Only report this error, because the original one is raised.
                 except (OSError, LohanError) as error:
                     display.note(f"warning: {folder.path} is not cleared: {error}; start it again")
             raise
@@ -305,7 +305,10 @@ def check_before_resume(
 def schedule_note(
     before: TrainConfig, now: TrainConfig, step: int, planned: int, total: int
 ) -> str:
-    """Return how another number of steps changes the learning rate, or ""."""
+    """Return a note on the learning rate after a change of settings or steps; "" without one.
+
+    `before` and `planned` are the settings and steps of the run, `now` and `total` the new ones.
+    """
     old, new = before.lr_at(step, planned), now.lr_at(step, total)
     if planned == total and old == new:
         return ""
@@ -473,7 +476,7 @@ def replan(
 
 
 def show_rate(config: Config, display: Display) -> None:
-    """Advise a higher learning rate for adapters; the default is meant for whole models."""
+    """Advise a higher learning rate if an adapter is trained with the default for full training."""
     if config.train.lora and config.train.lr == TrainConfig().lr:
         display.note(
             f"lr is {config.train.lr:g}, the default, which is usual for whole models; adapters "
@@ -559,7 +562,7 @@ class UnloggedRows:
     rows: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def add(self, row: dict[str, Any]) -> list[dict[str, Any]]:
-        """Add a row and return the earlier ones. A repeated step replaces its row."""
+        """Add the row of a step, drop those of later steps, and return those of earlier steps."""
         self.rows = {step: old for step, old in self.rows.items() if step < row["step"]}
         earlier = list(self.rows.values())
         self.rows[row["step"]] = row
@@ -595,7 +598,7 @@ class StepLog:
 
 
 def write_trace(session: Session, file: Path, display: Display) -> None:
-    """Write the trace. A failure is only reported, because exports follow."""
+    """Write the trace; if that fails, print a warning and continue, because exports follow."""
     try:
         session.executor.trace.write(file)
     except OSError as error:
