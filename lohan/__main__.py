@@ -1,4 +1,4 @@
-"""The process of the command line, for `lohan` and `python -m lohan`.
+"""The entry point of `lohan` and `python -m lohan`.
 
 A Ctrl-C ends the process with one line and exit code 130, even during imports. If the reader of its
 output has closed the pipe (`lohan plan ... | head -1`), the process exits silently.
@@ -50,7 +50,7 @@ def _interrupt(number: int, frame: object) -> None:
 
 
 def _just_now() -> bool:
-    """Return whether Ctrl-C was pressed a moment ago.
+    """Return whether Ctrl-C was pressed in the last `INTERRUPT_CAUSE_S` seconds.
 
     A library that is being imported may turn a Ctrl-C into another error. That error alone does not
     show its cause.

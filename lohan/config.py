@@ -533,7 +533,7 @@ class Config:
             raise ConfigError("[train] lora: an adapter needs a trained model; leave --init out")
 
     def of_rank(self, world: int) -> Config:
-        """Return the config of the rank, among `world`, that has the largest share of a batch."""
+        """Return the config with the batch of one of `world` ranks, the one with the most rows."""
         rows, micro = -(-self.train.batch // world), self.train.micro_batch
         train = replace(
             self.train, batch=rows, micro_batch=None if micro is None else min(micro, rows)

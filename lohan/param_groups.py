@@ -87,8 +87,8 @@ def assign(
 ) -> ParamGroups:
     """Assign hyper-parameters to every trained parameter.
 
-    `chosen` is the result of `choose`. `trained` has each parameter's name, and whether weight
-    decay applies to it by default, that is, if its group sets no weight decay.
+    `chosen` is the result of `choose`. `trained` yields each parameter's name, and whether the
+    optimizer's weight decay applies to it if its group sets none.
     """
     optimizers = [optimizer]
     numbers: dict[tuple[int | None, bool], int] = {(None, False): 0}

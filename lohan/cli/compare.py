@@ -281,8 +281,9 @@ def title(comparison: dict[str, Any]) -> str:
 def describe_comparison(comparison: dict[str, Any]) -> list[str]:
     """Return a table in which a dash marks what does not fit; the last lines give the reasons.
 
-    If one option has several values, the table has a column for each value. If several options
-    have, it has a row for each combination. Prices of machines are included if they are given.
+    If one option has several values, the table has a column for each value. If more than one has
+    several values, the table has a row for each combination. Prices of machines are included if
+    they are given.
     """
     heads = _heads(comparison)
     rows = {name: [_cell(x) for x in values] for name, values in comparison["policies"].items()}

@@ -195,7 +195,7 @@ def _frozen(blocks: Blocks) -> dict[str, str]:
 
 
 def _optimizer(planned: MachinePlan) -> dict[str, str]:
-    """Describe the bytes on SSD and, for another optimizer, the cost of the default one."""
+    """Describe the bytes on SSD and, unless it is the default, what the default would need."""
     plan, default_plan = planned.plan, planned.default_plan
     rows = {"optimizer": f"{plan.kind}: {bytes_of(plan):g} bytes per parameter and copy on SSD"}
     if plan.kind == DEFAULT_KIND:

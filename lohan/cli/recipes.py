@@ -30,7 +30,7 @@ FAST_SHARE = 0.9  # share of the best speed from which a batch counts as nearly 
 USUAL_BATCH = 8  # rows; training is usually stable with this many, and fewer are a last resort
 SAMPLED_EXAMPLES = 500  # examples that are tokenised to choose the sequence length
 SEQ, LONGEST = 1024, 8192  # default and largest sequence length, in tokens
-STEPS_PER_PASS = 10  # fewest steps of an epoch
+STEPS_PER_PASS = 10  # smallest number of steps in an epoch
 UNKNOWN_EXAMPLES = 2**30  # number of examples if they were not counted
 
 
@@ -160,7 +160,7 @@ def _this_machine(
 
 
 def _host(free: int) -> int:
-    """Return the memory budget for a run; Python and torch need memory beyond it."""
+    """Return the host budget for `free` bytes; Python and torch need memory in addition to it."""
     most = max(free // 2, min(int(0.95 * free), free - GiB))
     return most // GiB * GiB or most
 
@@ -261,8 +261,8 @@ def _batches(
     """Return tokens per second by batch, and the plan for the proposed batch.
 
     The proposed batch is the smallest batch of at least USUAL_BATCH rows that is nearly the
-    fastest. If such batches do not fit or exceed `most`, it is the largest batch that does neither.
-    Each row has `answers` answers.
+    fastest. If none of those fits, it is the largest batch that fits. Batches above `most` are not
+    considered. Each row has `answers` answers.
     """
     from dataclasses import replace
 

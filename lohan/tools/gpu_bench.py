@@ -31,7 +31,7 @@ class Bench:
     real: bool
 
     def open(self, memory: int | None = None) -> Device:
-        """Open the device as one with its own memory, so that copies are checked too."""
+        """Open the device; treat an integrated GPU as one with its own memory, to test copies."""
         device = open_device(self.device_name, memory=memory)
         if not isinstance(device, AcceleratorDevice):
             raise LohanError(f"--device {self.device_name}: this is no accelerator")
@@ -40,7 +40,7 @@ class Bench:
         return device
 
     def open_integrated(self) -> Device | None:
-        """Open a GPU that computes in host memory; None for one with its own memory."""
+        """Open the device if it is a GPU that computes in host memory; otherwise return None."""
         device = open_device(self.device_name)
         return device if isinstance(device, IntegratedDevice) else None
 

@@ -320,7 +320,7 @@ def digest_of(session: Session) -> str:
 
 @contextmanager
 def in_one_order() -> Iterator[None]:
-    """Use only kernels with a fixed order of summation.
+    """Use only kernels with a fixed order of summation in the `with` body.
 
     The rounding differences of other kernels would hide a race.
     """

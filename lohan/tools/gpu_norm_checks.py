@@ -5,7 +5,8 @@ They are for two cards, for Liger's kernels, and for a GPU that computes in host
 Rounding changes a gradient norm far less than a missing or wrong gradient does. The loss of a model
 with random weights reveals neither of them.
 
-Each of two ranks is a process of its own: `python -m lohan.tools.gpu_norm_checks FOLDER REAL`.
+In the check of two ranks, each rank runs in its own process:
+`python -m lohan.tools.gpu_norm_checks FOLDER REAL`.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def shared_memory(bench: Bench) -> CheckResult:
 
 
 def check_norms(norms: Sequence[float], expected: Sequence[float], what: str) -> None:
-    """Raise WrongResult if two runs have different gradient norms."""
+    """Raise WrongResult if the gradient norms of two runs differ by more than TOLERANCE."""
     pairs = zip(norms, expected, strict=True)
     if not all(math.isclose(norm, other, rel_tol=TOLERANCE) for norm, other in pairs):
         raise WrongResult(f"{what}: gradient norms {norms} and {expected}")

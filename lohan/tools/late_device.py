@@ -1,8 +1,9 @@
 """A device with random pauses on its lanes, which reveals missing waits on a fast card.
 
-On a card, copying the weights of a small model takes microseconds. The copy is complete before any
-premature read, whether or not the reader waits for it. `lohan doctor --gpu` therefore enqueues a
-pause of random length before the copies of every lane and before the marks of compute.
+On a card, copying the weights of a small model takes microseconds. Code that reads them without
+waiting for the copy therefore still reads the right values. To reveal such code, `lohan doctor
+--gpu` enqueues a pause of random length before every copy and before every event on the compute
+stream.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from lohan.param_groups import choose
 
 
 def in_memory(optimizer: Optimizer, groups: Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Return the same optimizer over parameter groups, with a learning rate of 1.
+    """Return an in-memory optimizer with the same update rule, and a learning rate of 1.
 
     Values that a group sets replace the optimizer's values.
     """
@@ -225,7 +225,7 @@ def _dequantise_base(model: nn.Module, recipe: Recipe, packing: str) -> None:
 class Trajectory:
     """The losses of the in-memory run and, in files, its trained weights after every step.
 
-    Step 0 is the start. Its file also contains the weights that are not trained.
+    Step 0 is the initial model. Its file also contains the weights that are not trained.
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:

@@ -590,7 +590,7 @@ def _check_comparable(config: Config) -> None:
 
 
 def _copied(config: Config, folder: Path, layers: int | None, notes: list[str]) -> list[Any]:
-    """Create a copy that fits, and return its facts as JSON values for the other ranks."""
+    """Create a copy that fits into memory; return its layer counts and dropout settings."""
     count = layers or _layers(config, notes)
     copy = copy_model(config.model, folder, layers=count)
     if copy.dropout:
@@ -647,7 +647,7 @@ class _Trial:
         return results[0], results[1]
 
     def noise(self, reference: Trajectory, runs: Sequence[Runs], notes: list[str]) -> Noise | None:
-        """Measure the noise, but only if a run exceeds the limits without it."""
+        """Return the noise, or None if it is not needed or a finer run needs too much memory."""
         dtype = self.recipe.dtype
         plain = list(_judged(runs, reference, TOLERANCES[dtype], None))
         if not any(each.failures for each in plain):
@@ -671,7 +671,7 @@ def _judged(
         plan = free.plan
         same = (plan.micro_batch, plan.tiles, plan.head_tokens, plan.chunk_params)
         other = ""
-        if plan.device_slots == 0:  # Require equal bits only if the CPU computes.
+        if plan.device_slots == 0:  # Equal bits are required only on the CPU.
             before = first.setdefault(same, (mode, free, stepwise))
             if free.digest != stepwise.digest:
                 other = "the same run with every step brought to its end"
@@ -720,7 +720,7 @@ def _layers(config: Config, notes: list[str]) -> int | None:
 
 
 def _needed(config: Config, bytes_per_parameter: int) -> Callable[[int], int]:
-    """Return a function from a number of layers to the bytes of an in-memory run."""
+    """Return a function that maps a number of layers to the bytes of an in-memory run."""
     train = config.train
     dtype = training_dtype(config)
     model = load(config.model, dtype=dtype, lora=train.adapter)

@@ -40,7 +40,7 @@ from lohan.util.units import align_up, counted
 
 
 def remarks(examples: Dataset, config: Config) -> list[str]:
-    """Return messages about the files that were read, and about tools that the template omits."""
+    """Return messages about the files read, and about tools that the chat template omits."""
     lines = folder_files(config)
     if count := examples.summary.unseen_tools:
         lines.append(

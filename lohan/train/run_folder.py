@@ -386,7 +386,7 @@ CLAIM = f"{MARK}.lock"
 def sets_of(folder: RunFolder, config: Config, *, rank: int = 0) -> list[StoreSet]:
     """Return the run's stores on this machine, complete or not.
 
-    The search begins in the folders that --ssd names for `rank`.
+    The search begins in the directories of `rank`'s own store.
     """
     return find_sets(partial(folder.ssd_folders, config), folder.store_name(config), seen_by=rank)
 

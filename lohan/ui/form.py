@@ -87,7 +87,7 @@ def raw_value(info: FieldInfo, text: str) -> Any:
 
 
 def settings_text(values: Mapping[str, str], out: str) -> str:
-    """Return the settings file with exactly the given values."""
+    """Return a settings file with `out` and the non-empty values, and no other settings."""
     tables: dict[str, dict[str, Any]] = {"": {}}
     for key, text in values.items():
         try:
@@ -110,9 +110,9 @@ def settings_text(values: Mapping[str, str], out: str) -> str:
 
 
 def parsed(text: str, places: Places) -> Config:
-    """Check a settings file as `lohan train` does before it reads data, and the paths in it.
+    """Parse the text of a settings file, and check it as `lohan train` does before it reads data.
 
-    All paths must be inside the places, and data files must exist.
+    In addition, all paths must be inside the folders of `places`, and data files must exist.
     """
     config = Config.from_mapping(tomllib.loads(text), base_dir=places.root)
     places.check(config)
@@ -125,7 +125,7 @@ def parsed(text: str, places: Places) -> Config:
 
 
 def name_of_run(places: Places, name: str) -> str:
-    """Check the name of a new run, a folder below the root."""
+    """Return the path of a new run relative to the root; raise ConfigError if it is outside."""
     name = name.strip()
     if not name:
         raise ConfigError("out: not given; name the folder of the run")
@@ -136,7 +136,7 @@ def name_of_run(places: Places, name: str) -> str:
 
 
 def save(places: Places, name: str, text: str) -> Path:
-    """Write the settings file beside the run folder, unless another file has its name."""
+    """Write the settings file beside the run folder; never replace a file with other settings."""
     file = places.root / f"{name}.toml"
     if file.exists() and file.read_text(encoding="utf-8", errors="replace") != text:
         raise ConfigError(

@@ -35,9 +35,11 @@ class Places:
         return self.root / WORK
 
     def path(self, text: str | Path, what: str) -> Path:
-        """Return a path, relative to the root, or raise ConfigError if it is not below a place.
+        """Return the absolute path for `text`; relative paths begin at the root.
 
-        Links are resolved first, so a link inside a place cannot give access to files outside.
+        Raise ConfigError if the path is outside of these folders. Links are resolved first, so a
+        link in a folder cannot give access to files outside of it. `what` names the path in the
+        message.
         """
         try:
             joined = self.root / Path(text).expanduser()
@@ -55,14 +57,14 @@ class Places:
         )
 
     def run(self, name: str) -> RunFolder:
-        """Return the run folder of a name that the list of runs shows."""
+        """Return the run folder with this name, as the list of runs shows it."""
         folder = RunFolder(self.path(name, "run"))
         if not folder.config_file.is_file():
             raise ConfigError(f"run: no run {name!r} in {self.root}; reload the list of runs")
         return folder
 
     def check(self, config: Config) -> None:
-        """Raise ConfigError if a setting names a file or folder outside of the places.
+        """Raise ConfigError if a setting names a file or folder outside of these folders.
 
         Models in the cache of the hub are allowed.
         """
@@ -77,7 +79,7 @@ class Places:
 
 
 def _paths_in(value: Any) -> list[Path]:
-    """Return the paths in a parsed setting; texts count if they name a file that exists."""
+    """Return the paths in a parsed setting, including strings that are paths of existing files."""
     values = value if isinstance(value, tuple) else (value,)
     paths = [each.path if isinstance(each, Source) else each for each in values]
     texts = [Path(each) for each in paths if isinstance(each, str) and "/" in each]
@@ -104,7 +106,7 @@ MOST_LEVELS = 4
 
 
 def inventory(places: Places) -> dict[str, list[str]]:
-    """Return the model folders and the data files in the places, relative to the root if below."""
+    """Return the model folders and data files; paths below the root are relative to it."""
     models: list[str] = []
     data: list[str] = []
     for place in (places.root, *places.others):

@@ -37,7 +37,7 @@ OPTIONS = {
     "steps": "train.steps",
 }
 BATCHES = (1, 4, 16, 64, 256)  # Batch sizes in the table of all models.
-# Numbers that may be typed instead of those of the machine: the unit, and what the number means.
+# Numbers that may be typed instead of the machine's own, each with its unit and its meaning.
 TYPED = {
     "tflops": (1e12, "TFLOP/s of a block of the model"),
     "link": (1e9, "GB/s of the link to the GPU, each way"),
@@ -65,7 +65,7 @@ class Question:
 
     @property
     def model(self) -> str:
-        """The name of a preset, or the path of a model in the places."""
+        """The name of a preset, or the path of a model in one of the folders of `places`."""
         name = self.values.get("model", "")
         if not name:
             raise ConfigError("model: not given; choose one, or give a folder or a config.json")
@@ -84,7 +84,7 @@ class Question:
         return int(text)
 
     def machine(self) -> Profile:
-        """Return the machine with the typed numbers, which are checked like those of a file."""
+        """Return the chosen machine, in which checked typed numbers replace its own."""
         name = self.values.get("machine", "")
         if name and name not in presets.machine_names():
             path = self.places.path(name, "machine")
@@ -147,7 +147,7 @@ class Question:
         return request_of(shape, self.machine(), settings, self.values.get("minimise", "time"))
 
     def words(self, file: Path) -> list[str]:
-        """Return the arguments of the command that plans this for the machine in a file."""
+        """Return the arguments of `lohan` that plan this for the machine profile in `file`."""
         words = ["plan", "--json", "--model", self.model, "--machine", str(file)]
         for key in (*OPTIONS, "minimise"):
             if key in self.values:
@@ -155,7 +155,7 @@ class Question:
         return words
 
     def command(self) -> str:
-        """Return the command to repeat this in a terminal, or "" if numbers are typed."""
+        """Return the command that repeats this in a terminal, or "" if numbers were typed."""
         if any(key in self.values for key in (*TYPED, "drive_bytes")):
             return ""
         keys = ("model", "machine", "ssds", "gpus", "device_memory", *OPTIONS, "minimise")

@@ -39,7 +39,7 @@ class Record:
     run: str  # absolute path of the run folder
     words: list[str]  # arguments of lohan
     pid: int
-    born: int  # start time of the process in clock ticks, to tell it from a later one with its id
+    born: int  # start time in clock ticks; distinguishes the process from a later one with its id
     time: float  # in seconds since 1970
 
 
@@ -95,7 +95,7 @@ class Processes:
         return record.born != 0 and _born(record.pid) == record.born
 
     def exit_code(self, record: Record) -> int | None:
-        """Return the exit code; None if the process runs or was started by an earlier server."""
+        """Return the exit code; None while the process runs, or if an earlier server started it."""
         child = self._children.get(record.id)
         return None if child is None else child.poll()
 
@@ -151,7 +151,7 @@ async def output_of(
 ) -> tuple[str, str]:
     """Run `lohan WORDS` to its end and return stdout and stderr.
 
-    The process is stopped if `disconnected` returns that nobody waits for the result.
+    If `disconnected` returns True, the process is stopped and CommandError is raised.
     """
     process = await asyncio.create_subprocess_exec(
         *LOHAN,

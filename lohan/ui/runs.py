@@ -67,7 +67,7 @@ class RunRecord:
 
     @property
     def left_s(self) -> float | None:
-        """The estimated time to the last step, or None without a step or a total."""
+        """The estimated seconds to the last step; None if no step or no total is known."""
         if not self.steps or not self.total:
             return None
         recent = [row["step_s"] for row in self.steps[-RECENT_STEPS:]]
@@ -127,7 +127,7 @@ class Logs:
 
 
 def read_record(folder: RunFolder, logs: Logs | None = None) -> RunRecord:
-    """Return the record of a run, possibly without a step, and check its rows."""
+    """Check the rows of a run's logs and return its record. The run may have no steps yet."""
     logs = logs or Logs()
     config = folder.config()
     metrics = logs.rows(folder.metrics_file, _check_metrics)
@@ -139,7 +139,7 @@ def read_record(folder: RunFolder, logs: Logs | None = None) -> RunRecord:
 
 
 def read_run(folder: RunFolder) -> RunRecord:
-    """Return the record of a run that has at least one step."""
+    """Return the record of a run; raise ConfigError if it has no steps yet."""
     run = read_record(folder)
     if not run.steps:
         raise ConfigError(
@@ -346,7 +346,7 @@ def summary(run: RunRecord, state: RunState) -> dict[str, Any]:
 
 
 def thinned(values: list[Any], most: int) -> list[float]:
-    """Return at most `most` means of neighbouring numbers, without those that are NaN."""
+    """Skip NaN and average neighbouring numbers, so that at most `most` numbers are returned."""
     numbers = [float(value) for value in values if value == value]
     size = -(-len(numbers) // most) or 1
     groups = [numbers[at : at + size] for at in range(0, len(numbers), size)]

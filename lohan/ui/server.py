@@ -112,7 +112,7 @@ def _refused(words: str, code: int) -> Response:
 
 
 def answering(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
-    """Return an endpoint that answers with JSON; an expected failure is an error with its text."""
+    """Return an endpoint that sends the handler's result, or the message of its error, as JSON."""
 
     async def answer(request: Request) -> Response:
         try:
@@ -165,7 +165,7 @@ class Application:
         self.places = places
         self.logs = Logs()
         self.processes = Processes(places)
-        # Only one command runs at a time, because plans and answers use whole cores.
+        # Only one command runs at a time, because plans and answers use all cores.
         self._one_command = asyncio.Lock()
         self._one_search = asyncio.Lock()
 
@@ -229,7 +229,7 @@ class Application:
         return await run_in_threadpool(found)
 
     def _starts(self, known_runs: set[str]) -> list[dict[str, Any]]:
-        """Return trainings that have not created a run folder (yet), such as those that failed."""
+        """Return trainings started here that have no run folder, such as those that failed."""
         rows = []
         for record in self.processes.records():
             path = Path(record.run)
@@ -330,7 +330,7 @@ class Application:
         return await run_in_threadpool(begin)
 
     def _idle(self, name: str) -> RunFolder:
-        """Return the folder of a run that no process has open."""
+        """Return the folder of a run; raise ConfigError if a process has it open or exports it."""
         run = self._record(name)
         state = self._state(run)
         if state.active:
@@ -393,7 +393,7 @@ class Application:
     # -- New run -----------------------------------------------------------------------------------
 
     async def _settings(self, request: Request) -> tuple[str, str]:
-        """Return the name and the settings file of a form, checked."""
+        """Check a form, and return the name of the run and the text of its settings file."""
         body = await body_of(request)
         values = body.get("values")
         if not isinstance(values, dict) or not all(isinstance(v, str) for v in values.values()):

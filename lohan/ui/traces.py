@@ -126,7 +126,7 @@ def write_merged(path: Path, traces: Sequence[Sequence[Traced]]) -> None:
 
 
 def timeline(folder: RunFolder) -> dict[str, Any] | None:
-    """Return the spans of two late steps on all ranks, or None if there is no trace.
+    """Return the spans of two steps near the end, on all ranks, or None if there is no trace.
 
     Times are in milliseconds from the start of the two steps. Spans refer to lanes by their index
     in `lanes`.

@@ -44,7 +44,7 @@ class Display:
         """Report the progress of a long task: `done` of `total`, in any unit."""
 
     def memory(self, planned: Mapping[str, int], budgets: Mapping[str, int]) -> None:
-        """Report the bytes that the plan uses and the budget, by tier."""
+        """Report the planned bytes and the budget of each memory tier."""
 
     def first_step(self, number: int, total: int) -> None:
         """Report that the first step of this process begins."""

@@ -409,7 +409,7 @@ class OutputFile:
     mark: bytes
 
     def check(self) -> Path:
-        """Return the file behind links, and raise ConfigError if it must not be written.
+        """Return the path with links resolved; raise ConfigError if it must not be written.
 
         Call this at the beginning of a command whose work takes time.
         """

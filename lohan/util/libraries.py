@@ -30,7 +30,7 @@ def set_up_libraries() -> None:
 
 @contextmanager
 def offline() -> Iterator[None]:
-    """Prevent downloads from the hub in the body, so that a model is read from its folder only.
+    """Prevent downloads in the `with` body, so that a model is read from its folder only.
 
     This also works if the hub's libraries are already imported and have read the environment.
     """

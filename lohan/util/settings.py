@@ -344,7 +344,7 @@ class FieldInfo:
 
     @property
     def help_without_default(self) -> str:
-        """The help text without the default that it may name at its end."""
+        """The help text without its last sentence, if that sentence names the default."""
         return self.help.partition(" Default: ")[0]
 
     @property

@@ -139,7 +139,7 @@ def trace_output(path: Path, remedy: str) -> OutputFile:
 
 
 def chrome_trace(spans: list[Span]) -> dict[str, Any]:
-    """Return a trace for chrome://tracing or Perfetto, with a row per lane and microseconds.
+    """Return a trace for chrome://tracing or Perfetto: a row per lane, times in microseconds.
 
     Actions that overlap on one lane are placed on additional rows below it.
     """
