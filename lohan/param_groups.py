@@ -245,7 +245,7 @@ def _matches_any(pattern: str, names: Iterable[str]) -> bool:
 
 
 def _parts(names: Iterable[str]) -> list[str]:
-    """Return all parts of `names` that have one or two pieces, as candidates for a pattern."""
+    """Return the parts of dotted `names` with one or two components, to suggest as patterns."""
     parts: dict[str, None] = {}
     for name in names:
         pieces = name.split(".")
@@ -347,7 +347,7 @@ class Members:
 
 
 def members_by_group(groups: int, index: Mapping[str, int]) -> tuple[Members, ...]:
-    """Return the members of each of `groups` groups."""
+    """Return, for each of `groups` groups, its parameters as a manifest records them."""
     names: list[list[str]] = [[] for _ in range(groups)]
     for name, number in index.items():
         names[number].append(name)

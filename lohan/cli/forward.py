@@ -218,7 +218,7 @@ def generate(
 
 @contextmanager
 def tidy_end() -> Iterator[None]:
-    """Treat SIGTERM like Ctrl-C, so that temporary files are removed."""
+    """Treat SIGTERM like Ctrl-C in the `with` body, so that temporary files are removed."""
 
     def end(number: int, frame: object) -> None:
         raise KeyboardInterrupt

@@ -139,7 +139,7 @@ def lane_lines(forecast: Forecast) -> list[str]:
 
 
 def _choices(planned: MachinePlan) -> dict[str, str]:
-    """Return the decisions of the planner by name."""
+    """Return the decisions of the planner, each with its name as the key."""
     plan, rows = planned.plan, planned.workload.batch
     trained = len(planned.blocks.trained)
     held = trained if gate_of(plan) is Gate.NORM else len(plan.deferred)
@@ -185,7 +185,7 @@ def _tiles(plan: Plan) -> dict[str, str]:
 
 
 def _frozen(blocks: Blocks) -> dict[str, str]:
-    """Describe what is trained and how frozen weights are stored, if any are frozen."""
+    """Describe what is trained and how frozen weights are stored; empty if nothing is frozen."""
     if not any(group.frozen for group in blocks.groups):
         return {}
     trained = counted(sum(group.numel for group in blocks.trained), "parameter")

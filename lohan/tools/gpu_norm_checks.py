@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 RANKS = 2
 TOLERANCE = 0.01  # largest relative difference of two gradient norms
 CLIP = 1e-3  # Every norm exceeds it, so each step computes its norm.
-REPEATS = 5  # of each collective; the median counts
+REPEATS = 5  # repetitions of each collective; the median is reported
 
 
 def ranks(bench: Bench) -> CheckResult:

@@ -62,7 +62,8 @@ from lohan.util.units import PAGE, align_up, counted, format_bytes
 NOISE = 1.5
 ROUNDING = 2.0**-23  # relative rounding error of a weight, by one update in each of the two runs
 CHANCE = 0.01  # Sign flips are allowed for if at least this many are expected in the whole model.
-# allowed excess of flips in a tensor: this many, plus this many standard deviations
+# The flips in a tensor may exceed their expected number by this many, plus this many standard
+# deviations.
 BY_CHANCE = 3.0
 
 
@@ -420,7 +421,7 @@ def compare(weights: Weights, reference: Trajectory, step: int) -> Iterator[Diff
 # or a copy with fewer layers that fits into memory.
 
 
-MOST_LAYERS = 8  # of a copy; more layers take longer without testing more
+MOST_LAYERS = 8  # maximum of a copy; more layers take longer without testing more
 BYTES = {"fp32": 8, "bf16": 12, "fp16": 12}  # bytes per parameter: weights, gradients, masters
 MOMENT_BYTES = 4  # additional bytes per parameter for each moment
 NOISE_BYTES = {"fp32": 32, "bf16": 16, "fp16": 16}

@@ -97,7 +97,7 @@ class Noising:
 
     @property
     def size(self) -> int:
-        """The width and height of latents if nothing else determines them."""
+        """The default width and height of latents."""
         return int(self.config.get("sample_size") or IMAGE_PIXELS // 8)
 
     def example_arrays(self, samples: int) -> dict[str, np.ndarray]:

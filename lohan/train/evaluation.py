@@ -23,7 +23,7 @@ LARGEST_EXPONENT = 700.0  # larger losses would overflow the perplexity
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The mean loss over all tokens, or over all examples, that have a loss."""
+    """The mean loss of an evaluation, over all tokens (or all examples) that have a loss."""
 
     loss: float
     tokens: int
@@ -61,7 +61,7 @@ def evaluate(
     stop: Callable[[], bool] = lambda: False,
     loss_of: Callable[[Batch], float] | None = None,
 ) -> Evaluation | None:
-    """Evaluate every row of the dataset once, or return None if `stop` interrupts.
+    """Evaluate every row once and return the result, or None if `stop` returns True before the end.
 
     `loss_of` computes the loss of a batch if the model's own loss is not sufficient, for example
     with several ranks.
@@ -85,7 +85,7 @@ def evaluate(
 
 @contextmanager
 def forward_only(model: nn.Module) -> Iterator[None]:
-    """Disable gradients, use evaluation mode, and restore the random state at the end."""
+    """Run the `with` body without gradients in evaluation mode; restore mode and random state."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

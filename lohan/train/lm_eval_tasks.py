@@ -120,7 +120,7 @@ class Streamed:
         self._opened, self._shown = opened, shown
 
     def scores(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[Scored]:
-        """Return the scores of continuations after their contexts.
+        """Return the score of each continuation, given its context.
 
         Rows that are too long are truncated at the beginning.
         """
@@ -259,7 +259,7 @@ def _as_lm(streamed: Streamed) -> Any:
             )
 
         def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-            """Return log-likelihoods of whole texts, in windows that do not overlap."""
+            """Return the log-likelihood of each text, summed over windows that do not overlap."""
             windows, owners = [], []
             for owner, request in enumerate(requests):
                 every = utils.get_rolling_token_windows(

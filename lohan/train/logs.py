@@ -363,14 +363,14 @@ class HasCounters(Protocol):
 
 
 class Meter:
-    """A meter of time, transferred bytes and busy lanes, which starts when it is created."""
+    """Measures time, transferred bytes and busy lanes from its creation on."""
 
     def __init__(self, moved: HasCounters, trace: Trace) -> None:
         self._moved, self._trace = moved, trace
         self._start_s, self._counters_before = time.perf_counter(), moved.counters
         self._aside_s, self._aside_read = 0.0, 0
         self.spans: list[Span] = []  # spans of the last row
-        self._spans: list[Span] = []  # spans of the next row, from before excluded work
+        self._spans: list[Span] = []  # spans of the next row that were taken before excluded work
         trace.take_step()
 
     def row(self, *, tokens: int) -> dict[str, Any]:

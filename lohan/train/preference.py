@@ -230,7 +230,7 @@ class Answers:
     logps: torch.Tensor  # first half: chosen or rated; second half: rejected or mismatched
     counts: torch.Tensor
     reference: torch.Tensor | None
-    # mean over the tokens of prompt and chosen answer, for ORPO
+    # Mean log-probability of the tokens of prompt and chosen answer; only ORPO needs it.
     prompt_and_chosen: torch.Tensor | None
     desirable: torch.Tensor | None  # for rated answers: whether each is desirable
     mean: Callable[[torch.Tensor], float]  # averages a value per row over all ranks
@@ -414,7 +414,7 @@ class Reward(Preference):
         return {name: shape for name, shape in shapes.items() if name != "labels"}
 
     def part(self, batch: Batch, start: int, stop: int) -> Batch:
-        # statistics of this rank's own rows
+        # Every rank has its own dictionary, which `loss` fills in.
         return super().part(batch, start, stop) | {"stats": {}}
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:

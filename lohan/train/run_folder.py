@@ -456,7 +456,7 @@ def check_names(folder: RunFolder, config: Config) -> None:
     wanted, mark = folder.names(config), folder.mark
     created = set(mark.names) if mark is not None else set()
     present = [path.name for path in folder.path.iterdir()] if folder.path.is_dir() else []
-    # Several ranks have one file each, which count as the same name.
+    # The stores of all ranks count as one name, and so do their traces.
     names = {
         n: re.sub(r"trace-rank\d+\.json", "trace.json", parse_store_name(n)[0]) for n in present
     }

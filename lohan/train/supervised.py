@@ -113,7 +113,7 @@ COLLATES = {SEQUENCE: CollateClass, QUESTION: CollateSpan}
 
 @dataclass
 class Supervised(Task[Fields]):
-    """A supervised task, defined by the kinds of its models and by how rows become examples."""
+    """A supervised task; `encodes` maps kinds of models to functions from rows to examples."""
 
     name: str
     encodes: Mapping[str, Encode]

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from lohan.util.settings import Source
 
 Batch = dict[str, Any]
-# Maps the name of a value to its mean over the rows of a batch that have it, and to the share of
-# these rows.
+# Maps the name of a value to its mean over those rows of a batch that have the value, and to the
+# share of such rows.
 Stats = dict[str, tuple[float, float]]
 # Called with the name of the activity, the amount done and the total.
 OnProgress = Callable[[str, int, int], None]
@@ -43,7 +43,7 @@ OnProgress = Callable[[str, int, int], None]
 def mean_stats(parts: Iterable[tuple[Stats, int]]) -> Stats:
     """Combine the statistics of several batches, or of parts of a batch, each with its row count.
 
-    Return, for each name, the mean over all rows that have the value, and their share.
+    Return, for each name, the mean over all rows that have the value, and the share of such rows.
     """
     sums: Stats = {}
     total = 0

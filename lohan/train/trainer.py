@@ -573,10 +573,10 @@ class UnloggedRows:
 
 
 class StepLog:
-    """The rows of metrics for the run's log and for its loggers.
+    """Writes the metrics of finished steps to the run's log and to its loggers.
 
-    A step is logged when it has ended, possibly during the next one. If every step is committed, it
-    is durable by then.
+    A step may finish, and is then logged, while the next one runs. If every step is committed, a
+    step is on disk before it is logged.
     """
 
     def __init__(self, session: Session, folder: RunFolder, loggers: Sequence[Logger]) -> None:

@@ -24,7 +24,7 @@ from lohan.util.units import GiB
 NET = LANES.index("net")
 ROWS = 100  # A trace file reserves this many thread ids per lane.
 MAX_BYTES = GiB
-MOST_SPANS = 12_000  # in the timeline
+MOST_SPANS = 12_000  # maximum number of spans in the timeline
 
 
 @dataclass(frozen=True)

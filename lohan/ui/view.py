@@ -34,9 +34,9 @@ from lohan.util.units import counted, format_bytes, format_seconds
 if TYPE_CHECKING:
     from lohan.tools.plan_run import Change
 
-MOST_POINTS = 1200  # per curve
-MOST_CHARACTERS = 10_000  # of the first example's prompt, and of its answer
-LAST_LINES = 40  # of the log
+MOST_POINTS = 1200  # maximum number of points of a curve
+MOST_CHARACTERS = 10_000  # maximum length of the first example's prompt and of its answer
+LAST_LINES = 40  # number of lines shown from the end of the log
 LEAST_SHARE = 0.01  # share of a step below which a difference is not shown
 
 Cell = str | dict[str, str] | list[Any]

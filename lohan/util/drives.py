@@ -37,13 +37,13 @@ NETWORK = frozenset(
     }
 )
 COPY_ON_WRITE = frozenset({"btrfs", "zfs", "bcachefs"})
-UNIT = 512_000  # In bytes: the unit in which NVMe counts written data.
+UNIT = 512_000  # The unit, in bytes, in which NVMe counts written data.
 _ADMIN_COMMAND, _GET_LOG, _HEALTH, _LOG_BYTES = 0xC0484E41, 0x02, 0x02, 512
 
 
 @dataclass(frozen=True)
 class Mount:
-    kind: str  # Such as ext4.
+    kind: str  # The file system, such as ext4.
     source: str
     point: str
 
@@ -67,7 +67,7 @@ class DriveFacts:
     model: str | None
     rotating: bool | None
     health: Health | None
-    bytes: int = 0  # 0: not known.
+    bytes: int = 0  # 0 if it is not known.
 
 
 def mount_of(path: Path) -> Mount | None:

@@ -326,7 +326,7 @@ def create(path: Path, *, mode: int = 0o666) -> int:
 # of its own, and the caller stops waiting at the deadline. The thread ends with the process.
 
 
-VARIABLE = "LOHAN_SYNC_TIMEOUT"  # In seconds.
+VARIABLE = "LOHAN_SYNC_TIMEOUT"  # Environment variable with the deadline in seconds.
 DEFAULT_S = 600.0  # A drive that writes back a cache of many GiB may take minutes.
 
 

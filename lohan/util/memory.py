@@ -1,4 +1,4 @@
-"""Host memory: the bytes that are free within the limits of cgroups, and this process's bytes."""
+"""Host memory: free bytes within the limits of cgroups, and the bytes that this process uses."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ _INTERVAL = re.compile(r"(\d+|\d*\.\d+) *(s|sec|min|h|steps?)?")
 
 @dataclass(frozen=True)
 class Interval:
-    """A number of steps or seconds, whichever is reached first; 0 means that it does not apply."""
+    """A number of steps or seconds, whichever is reached first; a value of 0 is ignored."""
 
     steps: int = 1
     seconds: float = 0.0
