@@ -28,7 +28,7 @@ from lohan.schedule.simulate import (
 
 # -- Which activations to keep and which updates to defer ------------------------------------------
 #
-# Every choice is priced by the closed form.
+# The price of a choice is its step time, which the closed form estimates.
 #
 # Classes are kept in the order of their offloading benefit (FLOPs saved per byte). The time of
 # recomputation, and with it the step time, is therefore a convex function of the bytes kept, as the
@@ -39,12 +39,12 @@ from lohan.schedule.simulate import (
 SHARES = tuple(i / 8 for i in range(9))  # shares of the updates that may run in the next forward
 HEAD_WORK = "(head)"  # the key of the head, whose site may share the group of the embedding
 EQUAL_FACTOR = 1.00003  # choices within this factor of the best time count as equally fast
-PARTS = 8  # number of steps in which the blocks of a model start to keep a class
+PARTS = 8  # number of increments in which a class is added to all blocks of a model
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A choice of activations and deferred updates, with its price."""
+    """A choice of kept activations and deferred updates, with the resulting step time."""
 
     kept: Kept  # as in Plan
     deferred: float  # share of the updates that wait for the next forward
@@ -126,7 +126,10 @@ class _Pricer:
         self.trained = float(sum(group.numel for group in memory.trained))
 
     def prices(self, kept: Kept, shares: Sequence[float]) -> list[Choice]:
-        """Return a choice for each share; an empty list if the device cannot hold `kept`."""
+        """Return a choice for each share of deferred updates.
+
+        The list is empty if the device cannot hold the activations in `kept`.
+        """
         base = replace(self.plan, kept=kept, spilled_sites=())
         plan = self.memory.relieved(base, self.profile.device_bytes)
         if plan is None:
@@ -223,7 +226,7 @@ class _Pricer:
         return forward_s, backward_s, head_s
 
     def _copy_s(self, name: str, classes: frozenset[str]) -> tuple[float, float]:
-        """Return the seconds to copy the activations of one block from the device, and back."""
+        """Return the seconds to copy the activations of one block to host memory, and back."""
         if not self.profile.has_link:
             return 0.0, 0.0
         size = self.memory.sizes.bytes_with(name, classes)
@@ -231,7 +234,7 @@ class _Pricer:
 
 
 def site_works(memory: MemoryModel, workload: BatchWorkload, plan: Plan) -> dict[str, SiteWork]:
-    """Return the compute and the activation bytes of every site that has any, by name."""
+    """Return the work (compute and activation bytes) of all sites that have any, by site name."""
     moved, staying = set(plan.spilled_sites), set(plan.staying)
     works: dict[str, SiteWork] = {}
     cache: dict[tuple[object, ...], SiteWork] = {}
@@ -270,10 +273,10 @@ def _block_work(
     trained: float,
     unpacked: int,
 ) -> SiteWork:
-    """Return the compute of one block that keeps these classes.
+    """Return the work of one block that keeps the activations in `classes`.
 
-    In tiles, its matrix products are smaller, and every tile adds to the sums of weight gradients,
-    as every slice does.
+    If the block is computed in tiles, its matrix products are smaller, and every tile adds to the
+    sums of weight gradients, as every slice does.
     """
     shape, tiles = workload.shapes[name], workload.tiles
     tokens = float((memory.micro_batch or workload.batch) * workload.seq)
@@ -299,7 +302,7 @@ def _block_work(
 
 
 def _norm_bytes(memory: MemoryModel, plan: Plan) -> int:
-    """Return the bytes of device memory that the norm reads for each gradient.
+    """Return the bytes of device memory that the norm reads for each element of a gradient.
 
     The result is 0 on a CPU, because it sums the squares right after computing a gradient, and for
     several ranks, because the net lane sums the squares.
@@ -309,7 +312,7 @@ def _norm_bytes(memory: MemoryModel, plan: Plan) -> int:
 
 
 def _other_works(memory: MemoryModel, workload: BatchWorkload, plan: Plan) -> dict[str, SiteWork]:
-    """Return the compute of sites without a backward, and of the head."""
+    """Return the work of the sites without a backward, by name, and of the head."""
     micro = (memory.micro_batch or workload.batch) * workload.seq
     works = {
         name: SiteWork(
@@ -421,7 +424,7 @@ def input_bytes(model: ModelShape, tokens: float, width: int = WIDTH) -> float:
 
 
 def candidates(step: Step, model: ModelShape, *, tokens: float, seq: int) -> list[Candidate]:
-    """Return everything that could be kept, largest benefit first.
+    """Return all classes of all blocks that a policy may keep, largest benefit first.
 
     Within a class, the last block comes first, because its backward runs first.
     """
@@ -444,14 +447,14 @@ def candidates(step: Step, model: ModelShape, *, tokens: float, seq: int) -> lis
 
 @dataclass(frozen=True)
 class _Totals:
-    """The totals after some candidates were taken."""
+    """The bytes kept, and the seconds that result, if some of the candidates are kept."""
 
     bytes: float
     recompute_s: float
     iteration_s: float
 
 
-# whether to take a candidate, given the totals before and after
+# Decides whether a further candidate is kept, given the totals without it and with it.
 GoOn = Callable[[_Totals, _Totals], bool]
 
 
@@ -465,7 +468,7 @@ def algorithm1(step: Step, model: ModelShape, *, tokens: float, seq: int) -> Pol
 
 
 def at_most(step: Step, model: ModelShape, *, tokens: float, seq: int, most: float) -> PolicyChoice:
-    """Return block inputs and classes by benefit, with at most `most` bytes in total."""
+    """Return the choice of block inputs and then classes by benefit, up to `most` bytes in all."""
     return _choose(step, model, tokens, seq, lambda _, now: now.bytes <= most)
 
 
@@ -504,7 +507,7 @@ def checkmate(step: Step, model: ModelShape, *, tokens: float, seq: int) -> Poli
 
 
 def _least_recompute(kinds: Sequence[Sequence[Candidate]], room: float) -> list[int]:
-    """Return how many candidates of each kind save the most seconds within `room` bytes."""
+    """Return how many candidates of each kind to keep in `room` bytes to save the most seconds."""
     if not kinds or room < min(kind[0].bytes for kind in kinds):
         return [0] * len(kinds)
     try:
@@ -625,9 +628,10 @@ def resolve_activation_policy(
     limit: int,
     profile: Profile | None,
 ) -> Kept | None:
-    """Return the classes and the blocks that keep them, or None if the planner chooses them.
+    """Return the classes to keep and their blocks, or None if the planner is to choose them.
 
-    `plan` is a plan without activations; `limit` is the budget of host memory in bytes.
+    `requested` is the name of a policy, or the classes themselves, which are checked. `plan` is a
+    plan without activations; `limit` is the budget of host memory in bytes.
     """
     if isinstance(requested, tuple):
         shapes = workload.shapes.values() if workload is not None else ()
@@ -658,7 +662,11 @@ def resolve_activation_policy(
 
 
 def by_class(classes: Sequence[frozenset[str]], first: Sequence[str] = ()) -> Kept:
-    """Convert the classes of each block to the blocks of each class; `first` orders the result."""
+    """Invert a list of the classes that each block keeps into the blocks that keep each class.
+
+    The result begins with the classes in `first`, in that order. A class that all blocks keep is
+    given with the number of blocks instead of their list.
+    """
     names = dict.fromkeys([*first, *(name for kept in classes for name in sorted(kept))])
     blocks_of = {name: tuple(n for n, kept in enumerate(classes) if name in kept) for name in names}
     return tuple(

@@ -29,16 +29,16 @@ from lohan.schedule.simulate import (
 from lohan.schedule.steps import ExecutionOrder, Phases, chain_of, planned_order, spec_of
 from lohan.util.trace import LANES, Span, busy_s, overlap_shares
 
-BUS = "bus"  # main memory, which drives, links and updates share, as a lane
+BUS = "bus"  # main memory as a lane; drives, links and updates share it
 K = TypeVar("K")
 V = TypeVar("V")
 PHASES = ("forward", "backward", "after backward")
 STEPS = 2  # number of simulated steps; the forecast describes the second
-# The simulated steps that commit, if not every step does.
+# Whether each simulated step commits, if not every step of the plan does.
 COMMITTING_STEPS = (False, False, True, False)
 FEW_CHUNKS = 256  # number of chunks to which a rough forecast reduces the schedule by joining
 ROUGH_FACTOR = 5  # a rough forecast joins chunks if there are more than this many times FEW_CHUNKS
-MANY_CHUNKS = 1024  # number of chunks to which any forecast is reduced if there are twice as many
+MANY_CHUNKS = 1024  # number of chunks to which any forecast reduces more than twice as many
 CACHED_FORECASTS = 8  # number of rough forecasts, and of schedules, that are cached
 SLOWDOWN_ROUNDS = 3  # number of repeated simulations if lanes slow each other down
 _IDLE = SiteWork(forward_flops=0.0, recompute_flops=0.0, tokens=1.0)
@@ -134,7 +134,7 @@ class Simulator:
     )
 
     def forecast(self, plan: Plan, *, clipped: bool = False, rough: bool = False) -> Forecast:
-        """Return the forecast of a plan if every step is `clipped`, or if none is.
+        """Return the forecast of a plan; `clipped` states whether every step is clipped, or none.
 
         A `rough` forecast, which is used to compare plans, joins chunks if there are many. If there
         are very many, every forecast joins them.
@@ -147,11 +147,11 @@ class Simulator:
         return forecast
 
     def faster(self, plan: Plan, than_s: float, *, bound_first: bool = False) -> Forecast | None:
-        """Return the rough forecast of a plan if its steps take less than `than_s`, or None.
+        """Return the rough forecast of a plan if a step takes less than `than_s`, else None.
 
         Most plans that take longer are recognized before all of their steps are simulated. With
-        `bound_first`, the busiest lane of the plan is expected to take that long, and its seconds
-        are computed first.
+        `bound_first`, the seconds of the busiest lane are computed before anything is simulated.
+        This saves time if they are expected to be `than_s` or more.
         """
         forecast = self._rough.get((plan, False))
         if forecast is None:
@@ -169,9 +169,9 @@ class Simulator:
         than_s: float = inf,
         bound_first: bool = False,
     ) -> Forecast | None:
-        """Return the forecast of a plan, or None if a lower bound of its steps is `than_s` or more.
+        """Return the forecast of a plan, or None if a lower bound of a step is at least `than_s`.
 
-        The bounds are the seconds of the busiest lane, and those of a step without commits.
+        The lower bounds are the time of the busiest lane and the time of a step without commits.
         """
         profile, blocks, workload = self.profile, self.blocks, self.workload
         work = step_work(blocks, workload, plan, has_own_memory=profile.has_link)
@@ -188,7 +188,7 @@ class Simulator:
         commits = (True,) * STEPS if every else COMMITTING_STEPS
         costs = ActionCosts(machine, work)
         if than_s < inf and bound_first and (spec, order) not in self._schedules:
-            # The seconds of lanes do not depend on waits, which take half of the time to derive.
+            # The busy time of a lane does not depend on waits, and deriving them is expensive.
             *_, step = chain_of(spec, order, commits[:STEPS], waits=False)
             if max(_lane_s(costs, tuple(step.values())).values()) >= than_s:
                 return None
@@ -228,14 +228,14 @@ class Simulator:
 
 
 def _remembered(cache: dict[K, V], key: K, compute: Callable[[], V]) -> V:
-    """Return the cached value of a key, or compute it and evict the oldest values."""
+    """Return the cached value of a key; if there is none, compute and cache it."""
     if key not in cache:
         _remember(cache, key, compute())
     return cache[key]
 
 
 def _remember(cache: dict[K, V], key: K, value: V) -> None:
-    """Cache the value of a key, and forget the oldest values."""
+    """Cache the value of a key, and evict the oldest values if the cache is full."""
     while len(cache) >= CACHED_FORECASTS:
         del cache[next(iter(cache))]
     cache[key] = value
@@ -311,7 +311,7 @@ def _with_commits(
 
 
 def commit_bytes(work: StepWork, spec: ScheduleSpec) -> float:
-    """Return the bytes that only a step with a commit writes."""
+    """Return the bytes that a step with a commit writes in addition to those of other steps."""
     if spec.log:
         params = sum(count for group, count in enumerate(work.groups) if spec.chunks[group])
         return params * (work.per_parameter.state + work.per_parameter.weight)
@@ -431,7 +431,7 @@ def profile_of_step(
     over the link of a device. The rates of compute include the slowdown by concurrent I/O.
     `device_bytes` is the memory of a device that has its own, or 0. `unified` is as in Profile.
     """
-    seconds: dict[str, float] = defaultdict(float)  # by operation; compute of the head apart
+    seconds: dict[str, float] = defaultdict(float)  # by operation; the head has its own key
     # Bytes by lane. On links and between ranks, only weights and gradients are counted.
     moved: dict[str, float] = defaultdict(float)
     updated = 0.0  # parameters, multiplied by the cost of an update relative to AdamW

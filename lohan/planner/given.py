@@ -27,7 +27,7 @@ AGAIN = "make the plan again with `lohan plan --json` or from `session.plan` of 
 
 
 def read_plan(plan: GivenPlan) -> Plan:
-    """Return a plan, given as an object, as JSON or as a file.
+    """Return a plan that is given as a Plan, as parsed JSON or as the path of a JSON file.
 
     The JSON is that of a plan or the output of `lohan plan --json`.
     """
@@ -45,10 +45,10 @@ def read_plan(plan: GivenPlan) -> Plan:
 
 
 def accept_plan(plan: Plan, problem: PlanProblem) -> Planned:
-    """Return a given plan with its ledger for this run, or raise an error that says why not.
+    """Return a given plan with its ledger for this run; raise an error if it does not suit the run.
 
-    The plan decides what leaves memory and when updates run (`update_mode`, `overlap`). Everything
-    that changes numbers must be as in the run, and the plan must fit into the budgets.
+    The plan decides what leaves memory and when updates run (`update_mode`, `overlap`). All
+    options that affect results must be those of the run, and the plan must fit into the budgets.
     """
     _check_options(plan, problem.options)
     _check_names(plan, problem)

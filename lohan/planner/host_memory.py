@@ -1,8 +1,8 @@
 """The use of the host memory that buffers and activations leave free.
 
-The closed form and the fill of a plan agree, because both follow this module. A further use of host
-memory is added to `Use`, priced in `_Pricer._traffic` of planner/activations.py, and placed by
-`GreedyFill`.
+The closed form and the fill of a plan agree, because both follow this module. To add a use of
+host memory, add it to `Use`, to `_Pricer._traffic` of planner/activations.py, which prices it, and
+to `GreedyFill`, which assigns memory to it.
 """
 
 from __future__ import annotations

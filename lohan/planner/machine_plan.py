@@ -58,8 +58,8 @@ EMBEDDING, HEAD = "embedding", "head"
 def layout_of(model: ModelShape, dtype: str = "bf16") -> Blocks:
     """Return the embedding, the blocks and the head of a model shape as groups and sites.
 
-    A tied head is a second site that uses the group of the embedding. With adapters, everything
-    else is frozen, and the weights of blocks may be packed.
+    A tied head is a second site that uses the group of the embedding. With adapters, all
+    other parameters are frozen, and the weights of blocks may be packed.
     """
     rest = FROZEN if model.lora else ""
     groups = [_group(EMBEDDING + rest, model.embedding_parameters)]
@@ -108,8 +108,8 @@ def load_of_shape(
         sites = {EMBEDDING: embedding} if model.embedding_parameters else {}
         for number, block in enumerate(blocks):
             each = micro_batch * seq * width
-            # The activations of one tile; the sums of weight gradients and the terms that a tile
-            # adds to them.
+            # A tile needs memory for its activations, for the sums of weight gradients, and for
+            # the terms that it adds to these sums.
             tile = block.tile_elements * min(tiles, micro_batch * seq) * width
             trained = block.adapter_parameters(model.lora) if model.lora else block.parameters
             sums = trained * (FLOAT + width) if tiles else 0
@@ -208,7 +208,7 @@ class MachineProblem:
     blocks: Blocks
     workload: BatchWorkload
     drive_bytes: int = 0  # capacity of the drives; 0 if it is not known before the run
-    # The sites in the order in which a traced model calls them under a plan.
+    # Returns the order in which a traced model calls its sites under a plan; None for a shape.
     site_order: Callable[[Plan], Sequence[int]] | None = None
 
     @property
@@ -249,13 +249,13 @@ class MachinePlan(MachineProblem):
     plan: Plan
     order: ExecutionOrder  # of a step
     forecast: Forecast | None  # None if the machine is not known
-    clipped: Forecast | None = None  # the forecast if every step is clipped, if that differs
+    clipped: Forecast | None = None  # the forecast if every step is clipped; None if it is the same
     without_binding_s: float = 0.0  # step time if the binding lane took almost no time
     scarce: bool = False  # whether the drives have no room for activations of the best plan
     # The plan with AdamW and fp32 moments, if the run uses another optimizer and this plan fits.
     default_plan: MachinePlan | None = None
     unlogged: Forecast | None = None  # the forecast of the plan without a log, if there is a log
-    instead: tuple[Alternative, ...] = ()  # options with which less is written
+    instead: tuple[Alternative, ...] = ()  # options with which the run writes less to SSD
 
     @property
     def step_s(self) -> float:
@@ -310,7 +310,7 @@ def plan_for_machine(request: PlanRequest) -> MachinePlan:
 
 
 def solve(problem: MachineProblem) -> MachinePlan:
-    """Return the plan of a problem, for a model shape or for a traced model."""
+    """Return the plan for a model shape or a traced model, with its forecast."""
     planned = make_plan(problem.rank_problem)
     plan, forecast, clipped, faster_s = planned.plan, planned.forecast, planned.clipped, 0.0
     if forecast is not None:
@@ -433,7 +433,7 @@ def fits(request: PlanRequest) -> bool:
 
 
 def _changes(request: PlanRequest) -> Iterator[str]:
-    """Yield the smallest change of each kind that makes the run fit by itself."""
+    """Yield, as text, the smallest change of each kind that alone makes the run fit."""
     smaller = largest(lambda n: fits(replace(request, batch=n)), request.batch - 1)
     if smaller >= request.ranks:
         yield f"--batch {smaller}"
@@ -502,7 +502,7 @@ def faster_drives(machine: Profile, factor: float) -> Profile:
 
 
 def without_lane(machine: Profile, lane: str) -> Profile:
-    """Return the same machine with one lane that takes almost no time."""
+    """Return a copy of the machine in which one lane takes almost no time."""
     if lane == "compute":
         faster = tuple((tokens, flops * FASTER) for tokens, flops in machine.compute)
         backward = tuple((tokens, flops * FASTER) for tokens, flops in machine.backward)

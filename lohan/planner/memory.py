@@ -42,8 +42,8 @@ class Call:
     """The memory of one call of a site, in bytes.
 
     `inputs` and `kept` stay in memory until the backward of the call, and `moved` until it is
-    on SSD. `forward` and `work` are what forward and backward need besides `streams`. The head
-    runs both at once and counts as backward.
+    on SSD. `streams` are hidden states and their gradients; `forward` and `work` are what forward
+    and backward need in addition. The head runs both at once and counts as backward.
     """
 
     groups: tuple[FlatGroup, ...]
@@ -83,10 +83,10 @@ def _first_calls(calls: Sequence[Call]) -> dict[str, int]:
 
 
 def _forward(calls: Sequence[Call], rules: Rules) -> Iterator[HeldBytes]:
-    """Yield the bytes that are held in forward, at each call.
+    """Yield the bytes by owner during the forward of each call whose activations move to SSD.
 
-    The peak can be in forward only if activations move to SSD. Otherwise backward holds as much,
-    and needs more memory for its work. The held gradients of a group are consumed before the group
+    The peak cannot be in another call of forward, because backward holds as much and needs more
+    memory for its work. The held gradients of a group are consumed before the group
     is needed.
     """
     sizes = {group.key: group.numel for call in calls for group in call.groups}
@@ -150,17 +150,17 @@ def _backward(calls: Sequence[Call], rules: Rules) -> Iterator[HeldBytes]:
 
 GRADIENTS, STAYING = "gradients", "activations that stay"
 SHARED = "inputs that blocks share"
-# Number of hidden states that are held in forward, two of them in flight, and at the head with its
-# losses.
+# The numbers of hidden states in device memory: in forward, where two of them are in flight, and at
+# the head, including its losses.
 IN_FORWARD, AT_HEAD = 3, 5
 
 
 @dataclass(frozen=True)
 class SiteBytes:
-    """The bytes of one site on the device, in the order of forward.
+    """The bytes that one site needs on the device.
 
-    `forward` includes the results that are kept, `stays` is what remains on the device, and
-    `gradients` are those of its trained weights.
+    `forward` includes the results that are kept, `stays` are the activations that remain on the
+    device until backward, and `gradients` are the gradients of the site's trained weights.
     """
 
     forward: int
@@ -364,7 +364,7 @@ class DeviceMemoryModel:
         self._host, self._moments = host, at_most
 
     def ledger(self, plan: Plan) -> dict[str, int]:
-        """Return the bytes on the device by owner. Every rank holds whole blocks."""
+        """Return the bytes on the device by owner. Every rank holds complete blocks, not shards."""
         host = self._host
         resident, trained = (plan.world * count for count in host.resident)
         learning, largest = (plan.world * count for count in self._largest)
@@ -389,7 +389,7 @@ class DeviceMemoryModel:
 
     @cached_property
     def _largest_input(self) -> int:
-        """Return the bytes of the largest input that is offloaded."""
+        """The bytes of the largest input that is offloaded."""
         footprint = self._host.footprint
         return (
             max((s.offload_bytes for s in footprint.sites.values()), default=0) if footprint else 0
@@ -407,7 +407,7 @@ class DeviceMemoryModel:
         return self._largest_input + slices * self._host.sizes.of_slice(plan.kept, self._host.slice)
 
     def _peak_held(self, plan: Plan) -> HeldBytes:
-        """Return what compute holds on the device at its peak."""
+        """Return the bytes by owner that compute holds on the device at its peak."""
         host = self._host
         if host.footprint is None:
             return {}
@@ -472,9 +472,10 @@ class DeviceMemoryModel:
 
     @cached_property
     def _fetched(self) -> Counter[str]:
-        """The bytes of gradients that a site adds to, and that waited in host memory until then.
+        """The bytes of gradient sums that each site fetches from host memory to add to them.
 
-        They belong to tied groups that a later site uses. Several ranks keep them on the device.
+        They belong to tied groups that a later site also uses. With several ranks there are none,
+        because these sums stay on the device.
         """
         if self._host.world > 1:
             return Counter()
@@ -482,14 +483,14 @@ class DeviceMemoryModel:
 
     @cached_property
     def _widened(self) -> Counter[str]:
-        """The bytes of gradients that leave for host memory in fp32, with the narrower originals.
+        """The bytes of gradients that each site copies to host memory in fp32, and of the copies.
 
-        They belong to tied groups that an earlier site uses.
+        They belong to tied groups that an earlier site also uses.
         """
         return self._of_tied(self._host.blocks.sites, FLOAT + self._host.gradient_width)
 
     def _of_tied(self, sites: Iterable[Site], width: int) -> Counter[str]:
-        """Return, for each site, the bytes of the tied groups that an earlier site also uses."""
+        """Return for each site the bytes of its tied groups that a preceding site also uses."""
         tied = {group.key: group.numel * width for group in self._host.tied}
         found, seen = Counter[str](), set[str]()
         for site in sites:
@@ -498,7 +499,7 @@ class DeviceMemoryModel:
         return found
 
     def _gradients_of(self, groups: Iterable[str]) -> int:
-        """Return the bytes of the gradients of groups. Those of tied groups are sums in fp32."""
+        """Return the bytes of the gradients of groups. Gradients of tied groups are fp32 sums."""
         members = [self._host.blocks.by_key[key] for key in groups]
         trained = [g for g in members if not g.frozen and not g.resident]
         tied = [group for group in trained if group in self._host.tied]
@@ -525,7 +526,7 @@ LOGIT_COPIES = 3  # copies in fp32: log-softmax, its gradient, and the gradient 
 
 
 ROUNDING = 0.05  # share of the card's memory
-# the smaller one counts, because emulated devices are small
+# The smaller of both is assumed, because emulated devices are small.
 LIBRARIES, LIBRARY_SHARE = 512 * MiB, 1 / 16
 PAGE_ENTRY = 8  # bytes of a page-table entry
 PAGE_TABLES_SHARE = 1 / 32  # upper limit
@@ -533,7 +534,7 @@ CARD_OWNERS = ("allocator rounding", "libraries and kernels", "page tables of pi
 
 
 def card_overhead(memory: int, host_bytes: int) -> dict[str, int]:
-    """Return the overhead in bytes by owner, in a run with so much host memory."""
+    """Return the overhead in bytes by owner, given the device memory and the host budget."""
     libraries = min(LIBRARIES, int(LIBRARY_SHARE * memory))
     tables = min(host_bytes // PAGE * PAGE_ENTRY, int(PAGE_TABLES_SHARE * memory))
     return dict(zip(CARD_OWNERS, (int(ROUNDING * memory), libraries, tables), strict=True))
@@ -713,7 +714,7 @@ class MemoryModel:
         return smaller if plan.staying and self.device_bytes(smaller) <= device_bytes else None
 
     def rest_bytes(self, plan: Plan) -> int:
-        """Return the bytes of host memory at the peak without activations."""
+        """Return the bytes of host memory at the peak, not counting activations."""
         ledger = self.with_ledger(plan).ledger
         activations = (INPUTS, KEPT, BUFFERS)
         return sum(e.bytes for e in ledger if e.tier == "host" and e.owner not in activations)
@@ -728,7 +729,7 @@ class MemoryModel:
 
     @cached_property
     def dequantised(self) -> HeldBytes:
-        """The bytes of dequantised weights and of dequantising them, where blocks compute."""
+        """The bytes by owner for dequantised weights and for the work of dequantising."""
         return dequantised_ledger(self.blocks, self.state_format.weight_bytes)
 
     @cached_property
@@ -766,7 +767,7 @@ class MemoryModel:
 
     @cached_property
     def head(self) -> Site | None:
-        """The site of the head, which is the last site if it shares a group with the embedding."""
+        """The site of the head: the last site that uses the group of the head, or None."""
         key = self.workload.head_group if self.workload is not None else None
         sites = [site for site in self.blocks.sites if key in site.groups]
         return sites[-1] if sites else None
@@ -879,7 +880,7 @@ class MemoryModel:
     # -- compute ----------------------------------------------------------------------------------
 
     def _peak_held(self, plan: Plan) -> HeldBytes:
-        """Return what compute holds in host memory at its peak."""
+        """Return the bytes by owner that compute holds in host memory at its peak."""
         footprint, by_key = self.footprint, self.blocks.by_key
         assert footprint is not None
         groups = {s.name: tuple(by_key[key] for key in s.groups) for s in self.blocks.sites}
@@ -918,7 +919,7 @@ class MemoryModel:
 
 
 def dequantised_ledger(blocks: Blocks, weight_bytes: int) -> HeldBytes:
-    """Return the bytes of dequantised weights, and of dequantising them, where calls compute."""
+    """Return the bytes by owner for dequantised weights and for the work of dequantising."""
     work = dequantising_bytes(blocks)
     return {DEQUANTISED: dequantised_bytes(blocks, weight_bytes), "work of dequantising": work}
 

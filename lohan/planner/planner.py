@@ -48,7 +48,7 @@ SPARE_SHARE = 0.03  # share of the budget that is reserved for rounding by the a
 
 @dataclass(frozen=True)
 class PlanProblem:
-    """What one rank computes, and the memory that it may use.
+    """The input of the planner: what one rank computes, and the memory that it may use.
 
     With several ranks, blocks and workload are those of one rank.
     """
@@ -59,14 +59,15 @@ class PlanProblem:
     host_bytes: int
     workload: BatchWorkload | None = None  # None if the batch is not known
     profile: Profile | None = None  # None if the machine was not measured
-    # The memory of the device. None: that of the profile, if it has one.
+    # The bytes of device memory. If None, the profile's size is used, if it has one.
     device_bytes: int | None = None
-    # True if the device has no memory of its own, but its share of `host_bytes`. This is so for
+    # True if the device has no memory of its own and uses a share of `host_bytes`, as it does for
     # several ranks that compute on the CPU.
     in_one_memory: bool = False
-    drive_bytes: int = 0  # the room on the drives for all ranks; 0 if it is not known
+    drive_bytes: int = 0  # bytes available on the drives for all ranks; 0 if not known
     drives: int = 0
-    # The room on the drives for the store of a run, if that limits only a log; None: not known.
+    # The bytes available on the drives for a run's store, if they limit only a log; None if not
+    # known.
     log_room: int | None = None
 
     @cached_property
@@ -98,7 +99,7 @@ class Planned:
     scarce: bool = False  # whether the drives have no room for the activations of the best plan
     # The forecast of the best plan without a log, if the planner chose one.
     unlogged: Forecast | None = None
-    # As in the problem or, if host and device share one memory, the part that compute uses.
+    # The bytes of device memory; if host and device share one memory, the part for compute.
     device_bytes: int | None = None
 
 
@@ -138,7 +139,7 @@ def closed_form_plan(problem: PlanProblem, order: FillOrder = FillOrder()) -> Pl
 
 
 def check_fits(problem: PlanProblem) -> Plan:
-    """Return any plan that fits, or raise a BudgetError if the run is not possible.
+    """Return a plan that fits, not necessarily the best, or raise a BudgetError if none does.
 
     Only the largest and the smallest micro-batch are tried. Usually, a smaller micro-batch needs
     less memory. The exception is the whole batch in one slice, because its gradients need not be
@@ -281,7 +282,7 @@ BETTER_SHARE = 0.999  # another plan is preferred if its step takes less than th
 FEW_HELD = 0.9
 REPLAN_SPEEDUP = 1.05  # speedup from which a running run changes its plan
 LOG_SPEEDUP = 1.05  # speedup from which a log of gradients is used
-# Ratio of step times from which no other number of logged steps is tried.
+# No other number of logged steps is tried after one whose steps take this many times the best time.
 LOG_HOPELESS = 1.1
 ASSUMED_CLIPPED_SHARE = 0.1  # assumed share of clipped steps if it is not known
 # The whole batch in tiles is preferred to slices only below this share of their cost, because tiles
@@ -359,11 +360,11 @@ def _logged_plan(
 
 
 def best_plan(problem: PlanProblem) -> tuple[Plan, Forecast | None, bool]:
-    """Return the best plan for the drives, its forecast if it was simulated, and a flag.
+    """Return the best plan, its forecast if it was simulated, and whether the drives are too small.
 
-    If the drives have no room for the activations of the best plan, the best plan that recomputes
-    activations is returned, and the flag is True. The share of clipped steps is not set, and the
-    forecast may be a rough one.
+    The drives are too small if they have no room for the activations of the best plan. In that
+    case, the best plan that recomputes activations is returned. The share of clipped steps is not
+    set, and the forecast may be a rough one.
     """
     plan, forecast = _best_plan(problem)
     try:
@@ -481,7 +482,7 @@ class _PlanSearch:
         return options
 
     def _with_interval(self, options: PlanOptions) -> tuple[Plan, Forecast | None]:
-        """Return the best plan for a given commit interval, and its forecast if it was simulated.
+        """Return the best plan for the commit interval of `options`, and any simulated forecast.
 
         Two plans are compared. The first holds gradients in memory. The second spills all of them,
         and uses the memory to cache more. It may be better if clipped steps can be run again,
@@ -565,9 +566,9 @@ class _PlanSearch:
 
 
 def _to_minimise(simulator: Simulator, minimise: str, plan: Plan, least: float = math.inf) -> float:
-    """Return the quantity that is minimised, if half of the steps are clipped.
+    """Return the quantity to minimise for a plan, assuming that half of the steps are clipped.
 
-    `least` is the best value so far. The result is inf if it is certainly not below that.
+    `least` is the best value so far. If the quantity is certainly not below it, return inf.
     """
     if minimise == "time":
         # A plan is too slow if its steps are, because clipped steps usually take longer still.
@@ -685,7 +686,7 @@ def forward_plan(
     device_bytes: int | None,
     needs: Mapping[str, int],
 ) -> Plan:
-    """Return the plan that uses `host_bytes` best, or raise a BudgetError.
+    """Return the forward-only plan that uses `host_bytes` best; raise a BudgetError if none fits.
 
     `needs` are the bytes that compute needs besides the weights, by owner. They are in host memory,
     or on the device if it has its own memory of `device_bytes`.

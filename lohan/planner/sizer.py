@@ -121,7 +121,8 @@ class GreedyFill:
         """Cache the weights and the state of as many whole groups as fit.
 
         Cached groups need not be read and, if all updates wait for forward, they are written during
-        backward. Large groups are cached first, or groups spread over the model if `_spreads`.
+        backward. If `_spreads(plan)`, the cached groups are spread evenly over the model; otherwise
+        the largest groups are cached first.
         """
         groups = [g for g in self._memory.trained if g.key not in plan.host_cached_weights]
         if not (even := _spreads(plan)):
@@ -159,7 +160,7 @@ class GreedyFill:
         )
 
     def cache_state(self, plan: Plan) -> Plan:
-        """Cache as many state chunks as fit: the first ones, or spread evenly if `_spreads`.
+        """Cache as many state chunks as fit: spread evenly if `_spreads(plan)`, else the first.
 
         With a log, state is cached only for groups whose weights are cached, because all other
         groups begin every step with their last full state.
@@ -374,7 +375,7 @@ class Sizer:
         return plan, choice
 
     def grown(self, plan: Plan, choice: Choice | None, limit: int) -> Plan:
-        """Return the plan with the remaining memory used, most valuable purposes first."""
+        """Return the plan extended to use the remaining memory, most valuable uses first."""
         kept = self._by_policy(plan, limit)
         if kept is None:
             kept = choice.kept if choice else ()
@@ -389,7 +390,7 @@ class Sizer:
         return GreedyFill(self.memory, limit, lambda plan: self._fits(plan, limit))
 
     def _keep(self, plan: Plan, kept: Kept, limit: int) -> Plan:
-        """Return the plan that keeps as many of these classes as fit, the first ones first."""
+        """Return the plan that keeps as many classes of `kept` as fit, starting with the first."""
         while kept:
             grown = self.memory.relieved(replace(plan, kept=kept, spilled_sites=()), self.device)
             if grown is not None and self._fits(grown := self._placed(grown, limit), limit):
@@ -398,7 +399,7 @@ class Sizer:
         return plan
 
     def _placed(self, plan: Plan, limit: int) -> Plan:
-        """Place kept activations in host memory as far as they fit; with g10, place all on SSD."""
+        """Spill the kept activations that host memory cannot hold to SSD; with g10, spill all."""
         if self.options.activations != "g10":
             return self._with_spilled_sites(self.memory.with_ledger(plan), limit)
         names = (name for name in self.memory.sizes.names if name not in plan.staying)

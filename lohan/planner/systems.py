@@ -1,4 +1,4 @@
-"""Descriptions of other systems and of the paper's LoHan, which one simulator runs."""
+"""Other systems and the paper's LoHan, described as policies that one simulator runs."""
 
 from __future__ import annotations
 
@@ -87,9 +87,10 @@ class Policy:
     # Bytes per token and vocabulary entry; 0 if the head runs in slices.
     logit_bytes: float = 0.0
     compute_share: float = 1.0  # share of the device's speed that the kernels reach
-    # Share of the passes over activations in device memory; fused kernels need fewer.
+    # Passes over activations in device memory, relative to unfused kernels; below 1 if kernels are
+    # fused.
     touched: float = 1.0
-    # Share of the time of activations on the link during which compute waits.
+    # Share of the transfer time of activations over the link during which compute waits.
     stall: float = 0.0
     op_s: float = 0.0  # seconds of software overhead to move one tensor to or from SSD
     io_rate: float = 0.0  # bytes/s of file access; 0 if only the drives limit it
@@ -105,7 +106,7 @@ HEAD_TOKENS = 1024  # tokens of one slice, if the head runs in slices
 
 @dataclass(frozen=True)
 class Needs:
-    """The memory requirements of a policy, and the reason why they do not fit."""
+    """The memory requirements of a policy, and the reason if they do not fit."""
 
     ledger: tuple[LedgerEntry, ...]
     reason: str = ""  # empty if everything fits
@@ -130,7 +131,7 @@ def room_for_kept(policy: Policy, model: ModelShape, profile: Profile) -> float:
 
 
 def twins(policy: Policy, model: ModelShape, profile: Profile, tokens: float) -> float:
-    """Return the bytes of second copies of the block inputs, for all GPUs."""
+    """Return the bytes of the second copies that a policy keeps of block inputs, for all GPUs."""
     copies = INPUT_COPIES.get(policy.activations, 1) - 1
     return profile.gpus * copies * input_bytes(model, tokens)
 
@@ -512,7 +513,7 @@ def block_work(
     whole: bool = False,
     touched: float = 1.0,
 ) -> SiteWork:
-    """Return the compute of one block.
+    """Return the work of one block.
 
     With `whole`, recomputation runs to the end of the block unless all activations are kept.
     """
@@ -573,7 +574,7 @@ ChunkSizes = tuple[tuple[int, ...], ...]
 
 
 def chunk_sizes_of(model: ModelShape) -> ChunkSizes:
-    """Return the parameters of each tensor by group: embedding, blocks, and an untied head."""
+    """Return the size of each tensor in parameters, by group: embedding, blocks, untied head."""
     sizes: list[tuple[int, ...]] = [(model.embedding_parameters + model.resident_parameters,)]
     sizes += [_cut(block.parameters) for block in model.blocks]
     return tuple(sizes + ([(model.head_parameters,)] if model.head_parameters else []))
@@ -785,7 +786,7 @@ def run(
 
 
 def fits(policy: Policy, model: ModelShape, profile: Profile, *, batch: int, seq: int) -> Needs:
-    """Return the least memory a policy needs: with block inputs only, spilled if it allows that."""
+    """Return the least memory that a policy needs: it keeps only block inputs, on SSD if it can."""
     tokens = tokens_of(policy, model, profile, batch, seq)
     kept = input_bytes(model, tokens)
     over = profile.gpus * kept - _room(policy, model, profile, tokens)

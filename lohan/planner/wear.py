@@ -35,7 +35,7 @@ Planned = tuple[Plan, Forecast | None]
 
 LONGEST_S = 15 * 60.0  # longest commit interval, which is the work that a crash may lose
 COMMIT_TIME_SHARE = 0.02  # share of the step time that commits may add
-COMMIT_BYTES_SHARE = 0.2  # share of the bytes that steps write without commits that commits may add
+COMMIT_BYTES_SHARE = 0.2  # commits may add this share of the bytes that steps write without them
 # Drives that survive this many seconds of continuous training do not limit the interval.
 LEAST_DRIVE_LIFE_S = 5 * 365 * 86400.0
 DEFAULT_LIFE = 600.0  # rated bytes written per byte of capacity of consumer drives
@@ -207,7 +207,7 @@ def alternatives(
     host_bytes: int,
     planned: Callable[[PlanOptions, int], Forecast],
 ) -> Iterator[Alternative]:
-    """Yield the options with which fewer bytes are written, fewest bytes first.
+    """Yield alternatives that write fewer bytes than the current plan, fewest bytes first.
 
     All alternatives use the micro-batch and the tiles of the current forecast `now`. `host_bytes`
     is the host memory of all ranks. `planned` returns the forecast of the run with other options
