@@ -94,10 +94,9 @@ def base_names(base: nn.Module) -> dict[str, str]:
 
 
 def copied_names(base: nn.Module) -> dict[str, str]:
-    """Map the parameters of fully trained module copies to the base model's names for them.
+    """Map the parameters of modules in `modules_to_save` to their names in the base model.
 
-    A module in PEFT's `modules_to_save` is trained as a whole next to the adapter. Its parameters
-    start as copies of the base model's parameters.
+    PEFT copies these modules and trains all parameters of the copies next to the adapter.
     """
     return {
         name: _WRAPPERS.sub("", name)

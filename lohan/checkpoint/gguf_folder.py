@@ -19,7 +19,7 @@ import torch
 from lohan.checkpoint.safetensors import TensorFolder
 from lohan.errors import ModelError, StorageIOError, first_line
 
-_MINUS_ONE = ("gemma2", "gemma3")  # architectures whose GGUF norm weights are stored plus one
+_MINUS_ONE = ("gemma2", "gemma3")  # architectures whose norm weights GGUF stores with 1 added
 _ORDERED = ("llama",)  # architectures whose query and key rows are permuted in GGUF
 _PIECE_BYTES = 2**22
 

@@ -30,7 +30,7 @@ def check_upload(name: str, *, offline: bool) -> None:
 
 
 def upload(folder: Path, name: str) -> str:
-    """Upload an exported folder as one commit, and return the address of the commit.
+    """Upload an exported folder as one commit, and return the URL of the commit.
 
     A new repository is private. In an existing one, files of the same name are replaced; the
     earlier versions stay in its history.
@@ -63,7 +63,7 @@ def _online() -> Iterator[None]:
 
 @contextmanager
 def _in_words(name: str) -> Iterator[None]:
-    """Raise an error that names the repository and the next step."""
+    """Convert an error of the `with` body to one that names the repository and the next step."""
     try:
         yield
     except Exception as error:  # No network, no login, no permission, a limit of the hub.

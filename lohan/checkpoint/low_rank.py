@@ -41,7 +41,7 @@ class HeldDifference:
 
 
 def best_factors(difference: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Return the best approximation B @ A of rank `rank`, as A, B and its squared norm.
+    """Return A, B and the squared norm of B @ A, the best approximation of rank `rank`.
 
     The singular vectors of the smaller side are computed as eigenvectors of its Gram matrix. This
     is much cheaper than a full decomposition. The Gram matrix is computed in float64, because it
@@ -62,7 +62,11 @@ def best_factors(difference: torch.Tensor, rank: int) -> tuple[torch.Tensor, tor
 
 
 class _Factors:
-    """Reads the factors of all adapters, one layer at a time, and records what each holds."""
+    """Computes LoRA factors that approximate the differences of trained weights from their base.
+
+    `read_flat` computes the factors of one layer at a time. `held` then contains the share of the
+    difference that these factors represent.
+    """
 
     def __init__(self, model: nn.Module, trained: ReadFlat, base: ReadFlat, rank: int) -> None:
         self._trained, self._base, self._rank = trained, base, rank
@@ -89,7 +93,7 @@ class _Factors:
                 transposed = bool(owner.fan_in_fan_out)
                 self._weights[full] = plain, tuple(weight.shape), transposed
             layers.setdefault(name.partition(f".{part}.")[0], []).append(full)
-        for names in layers.values():  # both factors of a layer follow each other
+        for names in layers.values():  # The two factors of a layer are adjacent.
             for full in names:
                 self.shapes[full] = tuple(model.get_parameter(full).shape)
 
@@ -135,9 +139,9 @@ def export_low_rank(
 
     Only one matrix is in memory at a time, together with the factors of all matrices.
 
-    The result lists the changed matrices in the order of the model, followed by all other
-    parameters that changed. The adapter holds nothing of changed embeddings and norms. It holds the
-    whole of a head that PEFT saves as a module.
+    Return for each parameter how much of its difference the adapter holds: first the matrices with
+    LoRA factors, then all other parameters. The adapter holds nothing of the differences of
+    embeddings and norms, and all of a head that PEFT saves as a module.
     """
     numels = {name: p.numel() for name, p in model.named_parameters()}
     adapted = add_lora(model, Lora(rank=rank, alpha=float(rank)))

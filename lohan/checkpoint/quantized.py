@@ -407,7 +407,7 @@ _STATE = ".quant_state.bitsandbytes__"
 
 @dataclass(frozen=True)
 class _State:
-    """The description of a 4-bit weight that bitsandbytes stores as JSON in a tensor of bytes."""
+    """The quantization state of a 4-bit weight, which bitsandbytes stores as JSON in a tensor."""
 
     shape: tuple[int, ...]
     blocksize: int

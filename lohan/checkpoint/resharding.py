@@ -128,8 +128,8 @@ Fold = Callable[[Store], object]
 def open_set(stores: StoreSet, *, fold: Fold | None = None) -> Iterator[tuple[Store, ...]]:
     """Open all stores of a set for reading, at the commit that they agree on.
 
-    `fold` writes the logged steps of a run that was killed into each store. Without it, stores with
-    such steps are refused.
+    `fold` applies the logged steps of a killed run to each store. Without it, StoreError is raised
+    if a store has such steps.
     """
     with ExitStack() as opened:
         if stores.world > 1:
@@ -143,7 +143,7 @@ def open_set(stores: StoreSet, *, fold: Fold | None = None) -> Iterator[tuple[St
 
 
 def _recover(stores: StoreSet) -> None:
-    """Bring all ranks to the commit that they agree on; no other process may use their stores."""
+    """Bring all stores to the commit that the ranks agree on, holding the locks of all stores."""
     for rank in stores.missing():
         raise StoreError(
             f"rank {rank} of {stores.world} has no store at {stores.dirs[rank][0]}; mount its "

@@ -38,7 +38,7 @@ ReadFlat = Callable[[str, int, int], torch.Tensor]  # name, start, stop -> flatt
 
 @dataclass(frozen=True)
 class Run:
-    """The range of `count` elements from `start` of a flattened tensor."""
+    """The elements [start, start + count) of a flattened tensor."""
 
     tensor: str
     start: int

@@ -305,8 +305,8 @@ def gathering_reader(
 ) -> Iterator[ReadFlat | None]:
     """Yield a reader on rank 0 that gathers parameters from the open stores of all ranks.
 
-    The ranks may be on different machines. All other ranks send the ranges that rank 0 requests.
-    When rank 0 is done, they get None.
+    The ranks may be on different machines. On all other ranks, this sends the ranges that rank 0
+    requests until rank 0 is done, and then yields None.
     """
     reader = ShardReader(store, process_group.ranks, ema=ema)
     if not process_group.ranks.first:

@@ -62,7 +62,9 @@ class Rows:
 
 
 def order(seed: int, stream: int, count: int) -> np.ndarray:
-    """Return the permutation of `count` elements for an epoch or another stream of the seed.
+    """Return a permutation of `count` elements that depends only on `seed` and `stream`.
+
+    `stream` is the number of an epoch, or one of the constants above, such as SPLIT.
 
     Raw PCG64 output is sorted instead of calling Generator.permutation, because numpy guarantees
     the raw stream across versions, and a run may be resumed with another version of numpy.
@@ -77,7 +79,7 @@ def _epoch_order(seed: int, epoch: int, count: int) -> np.ndarray:
 
 
 def rows_of(seed: int, step: int, batch_size: int, count: int) -> np.ndarray:
-    """Return the rows of a step, out of `count` rows.
+    """Return the numbers of the rows in the batch of a step, out of `count` rows.
 
     Epochs follow one another without a gap or a short batch.
     """
@@ -105,7 +107,7 @@ class Mixture:
 
     @cached_property
     def shares(self) -> np.ndarray:
-        """The number of rows of each source in a block, at least one, by largest remainders."""
+        """The number of rows of each source in BLOCK rows, at least 1, by largest remainders."""
         exact = np.array(self.weights) / sum(self.weights) * BLOCK
         shares = np.maximum(np.floor(exact).astype(np.int64), 1)
         for source in np.argsort(np.floor(exact) - exact, kind="stable")[: BLOCK - shares.sum()]:
@@ -130,7 +132,10 @@ class Mixture:
 
 
 def mixture_of(first: np.ndarray, sources: Sequence[int], weights: tuple[float, ...]) -> Mixture:
-    """Return the mixture of rows, given the first example of each row in ascending order."""
+    """Return the mixture of the rows whose first examples are `first`, in ascending order.
+
+    `sources` contains the number of examples of each source.
+    """
     source = np.searchsorted(np.cumsum(sources), first, side="right")
     counts = np.bincount(source, minlength=len(sources))
     if not counts.all():
@@ -144,13 +149,13 @@ def mixture_of(first: np.ndarray, sources: Sequence[int], weights: tuple[float, 
 def steps_for(count: int, epochs: float, batch_size: int) -> int:
     """Return the number of steps that see every row `epochs` times.
 
-    The last step is filled from the next epoch.
+    The last batch is filled with rows of the next epoch.
     """
     return max(1, -int(-(count * epochs) // batch_size))
 
 
 def split(members: np.ndarray, share: float, *, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the examples to train on and those held out, each in the order of the file."""
+    """Divide examples at random into those to train on and a held-out share, in file order."""
     held = max(1, round(share * len(members)))
     if held >= len(members):
         raise DataError(
@@ -259,7 +264,7 @@ class Dataset:
         return train, held
 
     def pack(self) -> Dataset:
-        """Return the same examples with several to a row.
+        """Return a dataset that packs several of these examples into each row, where they fit.
 
         Examples of files with different shares are not packed together.
         """
@@ -319,7 +324,7 @@ class Dataset:
         return np.frombuffer(data, dtype="<i4")
 
     def indices(self, step: int, batch_size: int) -> np.ndarray:
-        """Return the rows of a step."""
+        """Return the numbers of the rows in the batch of a step."""
         if self.weights:
             return self._mixture.rows_of(self.seed, step, batch_size)
         return rows_of(self.seed, step, batch_size, len(self))
@@ -492,8 +497,8 @@ DRAWS = 1 << 32  # keeps the random streams of `draw` apart from those of the or
 class Fields:
     """Examples of several named sequences, in a seeded order; a batch depends only on the step.
 
-    `collate` makes a batch of some examples. `draw` applies random changes to an example. The
-    changes differ between the rows and steps of a training, and are the same in every evaluation.
+    `collate` converts examples to a batch. `draw` applies random changes to an example. In
+    training, the changes differ between rows and steps. In evaluation, they are always the same.
     """
 
     folder: Path
@@ -553,7 +558,7 @@ class Fields:
         return fields
 
     def _of(self, rows: np.ndarray, streams: Sequence[tuple[int, ...]]) -> Batch:
-        """Return a batch of rows; `streams` seeds the random changes of each row."""
+        """Return the batch of the given rows; `streams` seeds the random changes of each row."""
         examples: list[Row] = [self.example(int(self._numbers[row])) for row in rows]
         if self.draw is not None:
             seeds = (np.random.SeedSequence([self.seed, DRAWS, *stream]) for stream in streams)
@@ -579,7 +584,7 @@ class Fields:
 
 @contextmanager
 def all_or_nothing(folder: Path, part: dict[str, Path], *, doing: str) -> Iterator[None]:
-    """Make the files written in this block current together, or remove them on an error.
+    """Install the files written in the `with` body together, or remove them on an error.
 
     `part` maps final names in `folder` to the paths of the files that are written.
     """
@@ -620,7 +625,9 @@ def write_fields(
     about: Callable[[], Mapping[str, Any]],
     show: Callable[[Row], Mapping[str, str]],
 ) -> None:
-    """Write the examples of several files, atomically; all must have the same fields.
+    """Write the examples of several files to `folder`, atomically.
+
+    All examples must have the same fields, which is not checked.
 
     `about` is called after all examples were read. `show` renders the first example as text.
     """
@@ -704,7 +711,10 @@ def open_fields(
 
 
 def padded(rows: Sequence[np.ndarray], *, value: float, most: int) -> np.ndarray:
-    """Return rows padded to the longest length, rounded up to a multiple of 8, at most `most`."""
+    """Return rows as one array, padded with `value` to the length of the longest row.
+
+    That length is rounded up to a multiple of 8, but not to more than `most`.
+    """
     longest = max(map(len, rows))
     width = max(longest, min(-(-longest // 8) * 8, most))
     wide = np.float32 if rows[0].dtype.kind == "f" else np.int64

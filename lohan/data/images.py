@@ -43,7 +43,7 @@ from lohan.util.units import counted
 #     DATA/a.npy a.encoder_hidden_states.npy a.pooled_projections.npy
 #     DATA/a.safetensors                    `latents`, companion arrays by name, `class_labels`
 #
-# If the file does not contain the class, it is that of the folder directly below DATA. If the names
+# If the file does not contain the class, the folder directly below DATA determines it. If the names
 # of all such folders are numbers, the number is the class. Otherwise, the class is the folder's
 # position in alphabetical order.
 
@@ -125,7 +125,7 @@ def read_samples(
     of_image: Callable[[Path], np.ndarray],
     progress: OnProgress,
 ) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
-    """Yield the place and the arrays of every example."""
+    """Yield for every example where it is in the data, for messages, and its arrays by name."""
     progress(0, len(samples))
     for number, sample in enumerate(samples):
         arrays = _arrays(sample, companions, of_image)
@@ -346,7 +346,11 @@ class Records:
 def write_records(
     folder: Path, examples: Iterable[tuple[str, Arrays]], *, seed: int, about: Mapping[str, Any]
 ) -> Records:
-    """Write pairs of a place in the data and an example atomically, and open the records."""
+    """Write examples to `folder` atomically, and return them as Records.
+
+    Each item of `examples` is a pair: where the example is in the data, for messages, and its
+    arrays.
+    """
     part: dict[str, Path] = {}
     with all_or_nothing(folder, part, doing="preparing the data"):
         fields, count = _write(folder, examples, part)
@@ -618,7 +622,10 @@ class Conversations:
         }
 
     def encode(self, row: dict[str, Any], source: Path, place: str) -> Row | None:
-        """Return the example of a row, or None if nothing is left to train on."""
+        """Return the example of a row, or None if it is dropped.
+
+        A row is dropped if, after it is cut to `seq` tokens, it has no labels or lacks images.
+        """
         messages, images = self._conversation(row, source, place)
         plain, labels = self.encoder.chat(messages, place=place)
         text = self.encoder.rendered(messages, place=place)
@@ -751,7 +758,7 @@ def _part(part: dict[str, Any], names: list[Any], place: str) -> dict[str, Any]:
 
 
 def _spread(plain: Example, ids: np.ndarray, place: str) -> np.ndarray:
-    """Align labels with the processor's tokens, which have many tokens in place of each image."""
+    """Align labels with the processor's tokens, in which each image takes many tokens."""
     labels = np.full(len(ids), IGNORE, dtype=np.int64)
     at = 0
     for token, label in zip(*plain, strict=True):

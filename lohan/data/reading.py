@@ -49,7 +49,7 @@ def is_saved(source: Path) -> bool:
 
 
 def files_of(source: Path) -> list[Path]:
-    """Return all files that determine the rows."""
+    """Return all files from which the rows of a source are read."""
     if source.is_dir() and not is_saved(source):
         return data_files(source)
     return sorted(p for p in source.rglob("*") if p.is_file()) if source.is_dir() else [source]
@@ -102,7 +102,7 @@ def suffix_of(source: Path) -> str:
 
 @contextmanager
 def opened(source: Path) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
-    """Yield the decompressed content of a file, and a function that returns the position.
+    """Open a file for decompressed reading; yield it with a function that returns the position.
 
     The position counts compressed bytes, so it can be compared with the file's size.
     """
@@ -120,7 +120,10 @@ def opened(source: Path) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
 
 
 def table_rows(source: Path, report: OnProgress) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (place, row) of each example, without the columns that have no value."""
+    """Yield (place, row) for each row of a table, without the columns that are empty in the row.
+
+    The place says where the row is, for messages.
+    """
     try:
         total, rows = _open(source)
         for number, row in enumerate(rows, 1):
@@ -189,7 +192,10 @@ def read_examples(
     progress: OnProgress | None,
     preferences: bool = False,
 ) -> Iterator[tuple[str, Unit]]:
-    """Yield (place, tokens and labels) of each example of a file of any kind."""
+    """Yield (place, tokens and labels) for each example of a data file of any kind.
+
+    The place says where the example is in the file, for messages.
+    """
     report = progress or (lambda done, total: None)
     processes = processes_for(source)
     if suffix_of(source) == ".txt":
@@ -230,7 +236,7 @@ def count_rows(source: Path) -> int:
 
 
 def read_rows(source: Path, report: OnProgress) -> Iterator[Row]:
-    """Yield (place, object) of each row of a file that has rows."""
+    """Yield (place, object) for each row of a data file; the place is where the row is in it."""
     progress = Progress(report)
     yield from _rows_of(source, progress)
     progress.end()
@@ -300,7 +306,7 @@ def processes_for(source: Path, *, least: int = PARALLEL_BYTES) -> int:
 def mapped(
     work: Callable[[Made_by, Item], Made], items: Iterable[Item], worker: Made_by, processes: int
 ) -> Iterator[Made]:
-    """Yield `work(worker, item)` of every item, in order, computed by one process or several."""
+    """Yield `work(worker, item)` for every item, in order, computed by one process or several."""
     if processes == 1:
         yield from (work(worker, item) for item in items)
         return

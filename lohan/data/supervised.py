@@ -7,7 +7,7 @@ text, label                   a class, by number or name; sentence1 and sentence
 tokens, tags                  words, and the class of each word
 question, context, answers    question answering: the answer is a part of the context
 text                          masked language modelling; the masked words differ in every step
-prompt, chosen, rejected      texts or messages; without prompt, it is what both answers share
+prompt, chosen, rejected      texts or messages; a missing prompt is the answers' common prefix
 prompt, completion, label     texts or messages; label is true if the completion is desirable
 """
 
@@ -185,7 +185,7 @@ def _array(values: list[int]) -> np.ndarray:
 
 
 def _tokens(encoded: Any) -> dict[str, np.ndarray]:
-    """Return the tokenizer's arrays with one entry per token; masks are derived from lengths."""
+    """Return the tokenizer's outputs in TOKENS as arrays; masks are later derived from lengths."""
     return {name: _array(values) for name, values in encoded.items() if name in TOKENS}
 
 
@@ -273,8 +273,8 @@ def encode_tags(row: dict[str, Any], texts: Texts, place: str) -> Iterable[Row]:
 def encode_question(row: dict[str, Any], texts: Texts, place: str) -> Iterable[Row]:
     """Return one example per window of the context.
 
-    If there is no answer, or a window does not contain all of it, the positions point to the CLS
-    token (the first token if the tokenizer has none).
+    If there is no answer, or a window does not contain all of it, the start and end positions
+    are those of the CLS token (the first token if the tokenizer has none).
     """
     question, context = _texts(row, _keys(row, (ASKED,), place, "question"), place)
     begin, end = _answer(row, context, place)
@@ -448,9 +448,10 @@ def _preferred(row: dict[str, Any], key: str, *, place: str) -> Prompt:
 def _split_prompt(
     prompt: Prompt | None, chosen: Prompt, rejected: Prompt, *, place: str
 ) -> tuple[Prompt, tuple[Prompt, Prompt]]:
-    """Return the prompt, given or shared by both answers, and the answers without it.
+    """Return the prompt, and the two answers without it.
 
-    Conversations that begin with a question are complete, so a given prompt is ignored.
+    If no prompt is given, it is the common prefix of the answers. A given prompt is ignored if the
+    answers are conversations that begin with the question themselves.
     """
     if isinstance(chosen, str) and isinstance(rejected, str):
         if prompt is not None:
@@ -473,7 +474,7 @@ def _split_prompt(
 
 
 def _is_whole(answer: Prompt) -> bool:
-    """Return whether messages include the question."""
+    """Return whether an answer is a list of messages that includes the question."""
     return not isinstance(answer, str) and answer[0]["role"] != "assistant"
 
 
@@ -574,7 +575,7 @@ class Preferences:
 
     @cached_property
     def _previous_rows(self) -> dict[int, int]:
-        """Maps each row to the one before it in its batch, and the first row to the last."""
+        """A map from each row to its predecessor in its batch; the first row maps to the last."""
         mixed = self.members[order(self.sequences.seed, 0, len(self))]
         batches = np.split(mixed, range(self.batch_rows, len(mixed), self.batch_rows))
         before = np.concatenate([np.roll(one, 1) for one in batches])

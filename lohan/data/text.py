@@ -154,7 +154,7 @@ class Encoder:
         return ids
 
     def bos(self, *, place: str) -> list[int]:
-        """Return a new list with the start token if this tokenizer puts one in front of a text."""
+        """Return the BOS token in a new list, which is empty if the tokenizer does not prepend it."""
         self.tokenizer(place)
         return list(self._bos)
 
@@ -163,7 +163,7 @@ class Encoder:
         return [] if end is None else [end]
 
     def pad_id(self, vocab_size: int | None) -> int:
-        """Return the padding token; any token of the vocabulary will do, because it is masked."""
+        """Return the padding token, or another one if there is none, because padding is masked."""
         tokenizer = self._tokenizer
         for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if tokenizer else ():
             if token is not None and 0 <= token < (vocab_size or 2**31):
@@ -187,7 +187,10 @@ class Encoder:
         }
 
     def system_of(self, prompt: str) -> str:
-        """Return a rendered conversation's system prompt, and whether data or template set it."""
+        """Return text that describes the system prompt of a rendered conversation and its origin.
+
+        The origin is the data or the chat template. Without a system prompt, the text is "none".
+        """
         self._tools = None
         question, placeholder = {"role": "user", "content": "{{ask}}"}, "{{system}}"
         try:
@@ -353,7 +356,7 @@ class Encoder:
         """Return the tokens with labels between each pair of borders.
 
         White space after a closing token carries no loss. If the text ends with an answer that has
-        no closing token, the end token is appended.
+        no closing token, the EOS token is appended.
         """
         labels = [IGNORE] * len(ids)
         for begin, end in zip(counts[::2], counts[1::2], strict=True):
@@ -394,7 +397,7 @@ Prompt = str | list[dict[str, Any]]  # text, or messages
 
 
 def encode_row(row: dict[str, Any], *, encoder: Encoder, place: str) -> Example:
-    """Return the tokens and labels of one object, by the first of KINDS whose keys it has."""
+    """Return the tokens and labels of a row, encoded as the first of KINDS whose keys it has."""
     row = {key: value for key, value in row.items() if value is not None}
     keys = next((keys for keys in KINDS if all(key in row for key in keys)), None)
     if keys is None:
@@ -508,7 +511,7 @@ _SPEAKERS = {
 
 
 def share_gpt(value: Any, *, place: str) -> Any:
-    """Convert turns with `from` and `value` to messages; turns that are messages are kept."""
+    """Convert turns with `from` and `value` to messages; keep turns that are messages already."""
     if not isinstance(value, list):
         raise DataError(f"{place}: conversations must be a list of turns, got {kind_of(value)}")
     messages = []
@@ -528,7 +531,7 @@ def share_gpt(value: Any, *, place: str) -> Any:
 
 
 def tools_in(row: dict[str, Any], *, place: str) -> list[Any] | None:
-    """Return the row's tools, given as a list or as JSON text, or None."""
+    """Return the tools of a row, which may be a list or JSON text, or None if it has none."""
     tools = _from_json_text(row.get("tools") or None, "tools", place=place)
     if tools is not None and not isinstance(tools, list):
         raise DataError(f"{place}: tools must be a list of objects, got {kind_of(tools)}")
@@ -621,7 +624,7 @@ HEADS = {"template": "chat template", "system": "system prompt", "images": "imag
 
 
 def rendered(shown: Mapping[str, str], *, most: int = SHOWN) -> list[str]:
-    """Return the first example as the model sees it, with its template and system prompt."""
+    """Return lines of text that show the first example, its template and its system prompt."""
     if not shown:
         return []
     prompt, answer = shown["prompt"], shown["answer"]

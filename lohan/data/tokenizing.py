@@ -19,11 +19,11 @@ Tokenize = Callable[[str], list[int]]
 
 
 def pieces(text: str, tokenize: Tokenize) -> Iterator[str]:
-    """Cut a long text so that the tokens of its pieces are the tokens of the whole.
+    """Yield a long text in pieces whose tokens, concatenated, are those of the uncut text.
 
     Cuts are between two words. Some tokenizers put a space in front of every text; for those, the
     space at the cut is left out. Both ways are tried on a window around each cut. If neither gives
-    the tokens of the whole window, the rest of the text is not cut.
+    the tokens of the uncut window, the remaining text is not cut.
     """
     start = 0
     while len(text) - start > 2 * PIECE_CHARACTERS:

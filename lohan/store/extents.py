@@ -76,7 +76,7 @@ class Layout:
         return extents[chunk]
 
     def disk_slot_bytes(self, directory: int) -> int:
-        """Return the size of one disk slot's file in a directory; 0 means that there is none."""
+        """Return the size of one disk slot's file in a directory, or 0 if there is no such file."""
         return _end([e for e in self.durable if not e.fixed], directory)
 
     def fixed_bytes(self, directory: int) -> int:
@@ -87,7 +87,7 @@ class Layout:
 
     @property
     def per_generation(self) -> int:
-        """The number of durable chunks that every generation has of its own, without fixed ones."""
+        """The number of durable chunks that are not fixed, so that each generation has its own."""
         return sum(not extent.fixed for extent in self.durable)
 
     @property
@@ -190,7 +190,7 @@ def check_extents(extents: Sequence[Extent], *, directories: int) -> None:
 
 
 def allot(sizes: Sequence[int], shares: Sequence[int]) -> list[int]:
-    """Return a directory number for each size, chosen by the largest deficit against the share.
+    """Return for each size the number of the directory that is then furthest below its share.
 
     No directory ever gets more than its share plus one chunk. The computation uses integers only
     and resolves ties in favour of the lowest number, so the result is the same on every machine.

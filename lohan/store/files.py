@@ -65,7 +65,7 @@ def store_dirs(dirs: str | Path | Sequence[str | Path]) -> tuple[Path, ...]:
 
 @contextmanager
 def storage_errors(what: str) -> Iterator[None]:
-    """Convert an OSError of the body into a StorageIOError that names the operation `what`."""
+    """Convert an OSError of the `with` body to a StorageIOError that names the operation `what`."""
     try:
         yield
     except OSError as error:
@@ -185,7 +185,7 @@ def check_free_space(needed: Mapping[Path, int]) -> None:
 
 
 def free_bytes(dirs: Sequence[Path]) -> int:
-    """Return the total size of the largest files that fit, one of equal size per directory."""
+    """Return the largest total size of files that fit, one file of equal size per directory."""
     rooms: list[float] = []
     existing = [next(p for p in (path, *path.parents) if p.exists()) for path in dirs]
     devices = [path.stat().st_dev for path in existing]

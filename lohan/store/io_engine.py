@@ -192,7 +192,7 @@ class Volume:
         return self._file_path(disk_slot, extent.directory)
 
     def read(self, disk_slot: int, extent: Extent, buffer: Buffer, *, skip: int = 0) -> int:
-        """Submit a read of len(buffer) bytes from `skip` bytes into a chunk; return its ticket."""
+        """Submit a read of len(buffer) bytes at offset `skip` in a chunk, and return its ticket."""
         return self._engine.read(
             self._files[disk_slot, extent.directory], extent.offset + skip, buffer
         )
@@ -208,7 +208,7 @@ class Volume:
         from_disk_slot: int,
         from_extent: Extent,
     ) -> bool:
-        """Clone a chunk of another volume by reflink; return whether the file system can.
+        """Clone a chunk of another volume by reflink; return False if that is not supported.
 
         The two chunks share their blocks until one of them is overwritten. If the result is False,
         nothing has changed.
@@ -265,7 +265,7 @@ class Volume:
         return number
 
     def forget_file(self, file: int) -> None:
-        """Stop expecting a file of `open_file` in its directory, because it is to be removed."""
+        """Stop checking that a file of `open_file` exists; call this before the file is removed."""
         del self._further[file]
 
     def read_file(self, file: int, offset: int, buffer: Buffer) -> int:

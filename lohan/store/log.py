@@ -1,10 +1,10 @@
 """A write-ahead log of gradients next to a store's committed generation.
 
 The committed generation is the base. Every entry of the log contains the gradients of one step and
-a record with the numbers of its updates, so that base and entries together determine the state
-after the last entry. `log.bin` in each directory has `segments` segments of equal size, each with
-room for one entry; `log.json` in the first directory names the base, the entries, the checksum of
-every chunk, and the caller's meta. Replacing `log.json` commits a step. The log is live as long as
+a record of what its updates need besides gradients, so that base and entries together determine
+the state after the last entry. `log.bin` in each directory has `segments` segments of equal size,
+each with room for one entry; `log.json` in the first directory names the base, the entries, the
+checksum of every chunk, and the caller's meta. Replacing `log.json` commits a step. The log is live as long as
 its base is the committed generation. Committing another generation is called a fold and frees all
 segments. docs/storage-format.md specifies the format.
 """
@@ -215,7 +215,7 @@ class GradientLog:
         files.check_free_space(needed)
         try:
             log = cls(volume, manifest, layout, timeout_s=timeout_s, create=True, barrier=barrier)
-            log._sync()  # later appending cannot fail for lack of space
+            log._sync()  # Later appends cannot fail for lack of space.
             for path in volume.dirs:
                 files.sync_directory(path)
         except BaseException:
@@ -284,7 +284,7 @@ class GradientLog:
     def read(self, segment: int, key: str, chunk: int, buffer: Buffer) -> LogTicket:
         """Submit a read of the first bytes of a chunk in a segment.
 
-        If the segment holds an entry of another process, the bytes are verified, and the buffer
+        If an earlier process wrote the segment's entry, the bytes are verified, and the buffer
         must have the size of what was written.
         """
         extent, entry = self.layout.find(key, chunk), self._unverified.get(segment)
@@ -377,7 +377,7 @@ class GradientLog:
         )
 
     def commit(self, generation: int, meta: Mapping[str, Any], record: Mapping[str, Any]) -> None:
-        """Make the open segment the entry of the last step, with the caller's `meta`.
+        """Commit the open segment as the entry of the last step, with the caller's `meta`.
 
         `generation` is the committed one. If the entries so far belong to an earlier generation,
         the committed one includes them, and they are dropped. The step is durable when this

@@ -63,7 +63,10 @@ def _prepared(primary: Path) -> dict[str, int]:
 
 
 def recovery_actions(states: Sequence[CommitState]) -> tuple[Recovery, ...] | None:
-    """Return the action that brings each rank to the agreed commit, or None without any commit."""
+    """Return the action that brings each rank to the agreed commit; None if no rank has committed.
+
+    Raise StoreError if a rank has neither committed nor prepared the agreed commit.
+    """
     committed = [s.committed for s in states if s.committed is not None]
     if not committed:
         return None

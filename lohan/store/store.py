@@ -639,7 +639,7 @@ class Store:
     def share(self, source: Store, extent: Extent) -> bool:
         """Clone a committed chunk of another store into this store's next generation by reflink.
 
-        The checksum is taken over, and the two chunks share their blocks until one of them is
+        The checksum is copied, and the two chunks share their blocks until one of them is
         overwritten. Return False if the file system does not support this; the caller must then
         copy the chunk.
         """
@@ -861,8 +861,8 @@ class Store:
     def check(self, extent: Extent, buffer: Buffer) -> tuple[Path, str | None]:
         """Verify a chunk of the committed generation by reading it through a small buffer.
 
-        Return the path of its file and a description of the problem, or None if the chunk is
-        intact.
+        Return the path of the chunk's file, and a description of the problem. The description is
+        None if the chunk is intact.
         """
         with self._lock:
             disk_slot, _ = self._readable(extent, uncommitted=False)
