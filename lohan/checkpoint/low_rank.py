@@ -41,7 +41,7 @@ class HeldDifference:
 
 
 def best_factors(difference: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Return A, B and the squared norm of B @ A, the best approximation of rank `rank`.
+    """Return A, B and the squared norm of B @ A, the best rank-`rank` approximation.
 
     The singular vectors of the smaller side are computed as eigenvectors of its Gram matrix. This
     is much cheaper than a full decomposition. The Gram matrix is computed in float64, because it

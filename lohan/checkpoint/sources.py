@@ -28,7 +28,7 @@ from lohan.util.files import checked, load_json, write_atomic
 #
 # For example, a checkpoint may store each expert as a tensor of its own. transformers has rules
 # that convert layouts for loading and for saving. Instead of weights, a rule is applied to tensors
-# of row numbers. The result shows which row of which tensor goes where, so the weights themselves
+# of row numbers. The result shows which source row each row comes from, so the weights themselves
 # can be read in contiguous runs.
 
 

@@ -537,7 +537,10 @@ class Fields:
         return self._of(rows, [(step, place) for place in range(batch_size)])
 
     def passes(self, batch_size: int) -> Iterator[Batch]:
-        """Yield every example once, long ones first to detect running out of memory early."""
+        """Yield every example once, in batches.
+
+        The longest come first, so that a lack of memory is detected early.
+        """
         lengths = np.max([self._lengths(name) for name in self.types], axis=0)
         rows = np.argsort(-lengths[self._numbers], kind="stable")
         for start in range(0, len(rows), batch_size):

@@ -793,7 +793,8 @@ def _text(row: Row) -> str:
     return bytes(row["text"].astype(np.uint8)).decode()
 
 
-# minimum file size for several processes; low, because images take long to process
+# The minimum file size for which several processes are used. It is low, because processing images
+# takes a long time.
 PARALLEL_BYTES = 2**20
 
 

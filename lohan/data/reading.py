@@ -122,7 +122,7 @@ def opened(source: Path) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
 def table_rows(source: Path, report: OnProgress) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (place, row) for each row of a table, without the columns that are empty in the row.
 
-    The place says where the row is, for messages.
+    `place` is text for messages that says where the row is.
     """
     try:
         total, rows = _open(source)
@@ -194,7 +194,7 @@ def read_examples(
 ) -> Iterator[tuple[str, Unit]]:
     """Yield (place, tokens and labels) for each example of a data file of any kind.
 
-    The place says where the example is in the file, for messages.
+    `place` is text for messages that says where the example is.
     """
     report = progress or (lambda done, total: None)
     processes = processes_for(source)
@@ -236,7 +236,7 @@ def count_rows(source: Path) -> int:
 
 
 def read_rows(source: Path, report: OnProgress) -> Iterator[Row]:
-    """Yield (place, object) for each row of a data file; the place is where the row is in it."""
+    """Yield (place, object) for each row of a data file; `place` is text for messages."""
     progress = Progress(report)
     yield from _rows_of(source, progress)
     progress.end()

@@ -111,7 +111,7 @@ def classes_of(config: Any) -> Classes:
 
 @dataclass
 class Texts:
-    """The tokenizer of a model, and the limits of its tokens and classes.
+    """The tokenizer of a model, its maximum sequence length, its classes and its vocabulary size.
 
     `limit` is the longest sequence that the model accepts. Longer ones are truncated and counted.
     """
@@ -451,7 +451,7 @@ def _split_prompt(
     """Return the prompt, and the two answers without it.
 
     If no prompt is given, it is the common prefix of the answers. A given prompt is ignored if the
-    answers are conversations that begin with the question themselves.
+    answers are conversations that include the question.
     """
     if isinstance(chosen, str) and isinstance(rejected, str):
         if prompt is not None:

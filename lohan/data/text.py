@@ -154,7 +154,7 @@ class Encoder:
         return ids
 
     def bos(self, *, place: str) -> list[int]:
-        """Return the BOS token in a new list, which is empty if the tokenizer does not prepend it."""
+        """Return a new list: the BOS token if the tokenizer prepends it, else an empty list."""
         self.tokenizer(place)
         return list(self._bos)
 

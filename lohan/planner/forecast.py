@@ -123,12 +123,12 @@ class Simulator:
     profile: Profile
     blocks: Blocks
     workload: BatchWorkload
-    # The last rough forecasts by plan and `clipped`, because planning requests them repeatedly.
+    # Rough forecasts by (plan, clipped), cached because planning requests them repeatedly.
     _rough: dict[tuple[Plan, bool], Forecast] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
-    # The last schedules. Plans that differ in what compute does have the same schedule.
+    # Cached schedules. Plans that differ only in what compute does share one schedule.
     _schedules: dict[tuple[ScheduleSpec, ExecutionOrder], _Chain] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )

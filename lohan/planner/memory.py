@@ -86,8 +86,7 @@ def _forward(calls: Sequence[Call], rules: Rules) -> Iterator[HeldBytes]:
     """Yield the bytes by owner during the forward of each call whose activations move to SSD.
 
     The peak cannot be in another call of forward, because backward holds as much and needs more
-    memory for its work. The held gradients of a group are consumed before the group
-    is needed.
+    memory for its work. The held gradients of a group are consumed before the group is needed.
     """
     sizes = {group.key: group.numel for call in calls for group in call.groups}
     first = _first_calls(calls)
@@ -526,7 +525,7 @@ LOGIT_COPIES = 3  # copies in fp32: log-softmax, its gradient, and the gradient 
 
 
 ROUNDING = 0.05  # share of the card's memory
-# The smaller of both is assumed, because emulated devices are small.
+# The smaller of the two is assumed, because emulated devices are small.
 LIBRARIES, LIBRARY_SHARE = 512 * MiB, 1 / 16
 PAGE_ENTRY = 8  # bytes of a page-table entry
 PAGE_TABLES_SHARE = 1 / 32  # upper limit
@@ -560,7 +559,7 @@ class StateSizes:
     def __init__(self, blocks: Blocks, state_format: StateFormat) -> None:
         self._blocks, self._format = blocks, state_format
         self._totals: dict[int, int] = {}  # keys are chunk sizes in parameters
-        # chunks, chunk size, and bytes of their state
+        # The last result of `cached`: cached chunks, chunk size, and bytes of their state.
         self._last_cached: tuple[object, int, int] = ((), 0, 0)
 
     def total(self, chunk_params: int) -> int:
@@ -629,14 +628,14 @@ class MemoryModel:
         shared = self._shared(dtype)
         self.footprint: Footprint | None = shared.footprint
         self.sizes = shared.sizes
-        # trained shares of the parameters
+        # The trained share of each site's parameters.
         self.shares = {site.name: _trained_share(blocks, site) for site in blocks.sites}
         self.unpacked = {
             s.name: sum(blocks.by_key[key].dequantised for key in s.groups) for s in blocks.sites
         }
         batch = workload.batch if workload is not None else 1
         self.slices = -(-batch // (micro_batch or batch))
-        # share of the batch in the largest slice
+        # The largest slice's share of the batch.
         self.slice = min(1.0, (micro_batch or batch) / batch)
         self._on_device = DeviceMemoryModel(self, shared.at_most)
         self._device_bytes, self.priced = shared.device_bytes, shared.priced

@@ -237,7 +237,7 @@ def _fast(micro_batch: int | None, workload: BatchWorkload | None, profile: Prof
 
 
 def over_budget(plan: Plan, tier: str, limit: int, *, what: str, hint: str) -> BudgetError:
-    """Return the error for a tier that is too small, with the largest owners and a remedy."""
+    """Return the error for a tier that is too small. It names the largest owners and a remedy."""
     needed, option = plan.tier_bytes(tier), {"device": "--device-memory", "host": "--host"}[tier]
     rows = sorted((e for e in plan.ledger if e.tier == tier), key=lambda e: -e.bytes)
     largest = ", ".join(f"{e.owner} {format_bytes(e.bytes)}" for e in rows[:3])
@@ -482,7 +482,7 @@ class _PlanSearch:
         return options
 
     def _with_interval(self, options: PlanOptions) -> tuple[Plan, Forecast | None]:
-        """Return the best plan for the commit interval of `options`, and any simulated forecast.
+        """Return the best plan for the interval in `options`, and its forecast if it was simulated.
 
         Two plans are compared. The first holds gradients in memory. The second spills all of them,
         and uses the memory to cache more. It may be better if clipped steps can be run again,

@@ -4,9 +4,9 @@ The committed generation is the base. Every entry of the log contains the gradie
 a record of what its updates need besides gradients, so that base and entries together determine
 the state after the last entry. `log.bin` in each directory has `segments` segments of equal size,
 each with room for one entry; `log.json` in the first directory names the base, the entries, the
-checksum of every chunk, and the caller's meta. Replacing `log.json` commits a step. The log is live as long as
-its base is the committed generation. Committing another generation is called a fold and frees all
-segments. docs/storage-format.md specifies the format.
+checksum of every chunk, and the caller's meta. Replacing `log.json` commits a step. The log is live
+as long as its base is the committed generation. Committing another generation is called a fold and
+frees all segments. docs/storage-format.md specifies the format.
 """
 
 from __future__ import annotations
