@@ -195,7 +195,7 @@ def _frozen(blocks: Blocks) -> dict[str, str]:
 
 
 def _optimizer(planned: MachinePlan) -> dict[str, str]:
-    """Describe the bytes on SSD and, unless it is the default, what the default would need."""
+    """Describe the optimizer's state and, if it is not the default, what the default would need."""
     plan, default_plan = planned.plan, planned.default_plan
     rows = {"optimizer": f"{plan.kind}: {bytes_of(plan):g} bytes per parameter and copy on SSD"}
     if plan.kind == DEFAULT_KIND:
@@ -264,7 +264,7 @@ def _commits(planned: MachinePlan) -> str:
 
 
 def _log(planned: MachinePlan) -> dict[str, str]:
-    """Describe the log of gradients, if there is one: its interval, its room, and what it saves."""
+    """Describe the log of gradients, if there is one: its interval, its size, and what it saves."""
     plan = planned.plan
     if not plan.log_gradients:
         return {}

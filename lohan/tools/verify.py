@@ -61,7 +61,7 @@ from lohan.util.units import PAGE, align_up, counted, format_bytes
 
 NOISE = 1.5
 ROUNDING = 2.0**-23  # relative rounding error of a weight, by one update in each of the two runs
-CHANCE = 0.01  # Sign flips are allowed for if at least this many are expected in the whole model.
+CHANCE = 0.01  # Sign flips are tolerated if at least this many are expected in the model.
 # The flips in a tensor may exceed their expected number by this many, plus this many standard
 # deviations.
 BY_CHANCE = 3.0
@@ -417,8 +417,8 @@ def compare(weights: Weights, reference: Trajectory, step: int) -> Iterator[Diff
 
 # -- `lohan verify` --------------------------------------------------------------------------------
 #
-# The first steps of a run are compared, in one mode or in every mode. The model is the whole one,
-# or a copy with fewer layers that fits into memory.
+# The first steps of a run are compared, in one mode or in every mode. The model is complete, or
+# a copy with fewer layers that fits into memory.
 
 
 MOST_LAYERS = 8  # maximum of a copy; more layers take longer without testing more

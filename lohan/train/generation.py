@@ -24,7 +24,7 @@ from lohan.util.settings import PROMPT_SUFFIXES
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is chosen; temperature 0 takes the most likely one."""
+    """The settings for choosing the next token; temperature 0 selects the most likely token."""
 
     max_new_tokens: int = 64
     temperature: float = 0.0
@@ -33,7 +33,7 @@ class Sampling:
 
 
 def read_prompts(entries: Sequence[str]) -> list[str]:
-    """Return the prompts; an entry that names a file stands for the prompts in it.
+    """Return the prompts; an entry that names a file is replaced by the prompts in the file.
 
     A text file has one prompt per line. In JSON files, a prompt is a string or the `prompt` or
     `text` of an object.

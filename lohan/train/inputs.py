@@ -279,7 +279,7 @@ def bytes_between_steps(plan: Plan) -> int:
 def cached_profile_of(folders: Sequence[Path], budget: BudgetConfig) -> Profile | None:
     """Return the cached result of `lohan profile` for these drives and this device.
 
-    Fall back to the profile of the drives with compute on the CPU. Return None if there is neither.
+    If there is none for the device, return the one for these drives and the CPU, or else None.
     """
     if not all(folder.is_dir() for folder in folders):
         return None

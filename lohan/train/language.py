@@ -224,7 +224,7 @@ class VisionLanguage(Task[Fields]):
         return inputs_of(conversations.example(config.train.batch))
 
     def part(self, batch: Batch, start: int, stop: int) -> Batch:
-        """Return a batch of the examples from `start` up to `stop`, or of one if there are none.
+        """Collate the examples from `start` up to `stop`, or one example if that range is empty.
 
         The examples are collated again instead of slicing the batch, because pixel tensors have no
         batch dimension.

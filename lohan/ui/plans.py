@@ -1,7 +1,7 @@
 """Quick answers about a model on a machine, and the `lohan plan` command of the page Plan.
 
-A plan with its forecast takes `lohan plan` some seconds. Whether a batch fits at all, and where
-its memory goes, takes milliseconds, so the page shows this first.
+`lohan plan` takes some seconds to compute a plan and its forecast. Whether a batch fits, and which
+parts of the plan use the memory, is known in milliseconds, so the page shows this first.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Question:
         return int(text)
 
     def machine(self) -> Profile:
-        """Return the chosen machine, in which checked typed numbers replace its own."""
+        """Return the chosen machine with the typed numbers, after checking them."""
         name = self.values.get("machine", "")
         if name and name not in presets.machine_names():
             path = self.places.path(name, "machine")
@@ -130,7 +130,7 @@ class Question:
         return number * unit
 
     def request(self) -> PlanRequest:
-        """Return the request, made from the settings as `lohan plan` makes it."""
+        """Return the request that `lohan plan` would make from the same settings."""
         overrides: dict[str, Any] = {"model": ".", "data": ".", "out": "."}
         for key, dotted in OPTIONS.items():
             if key in self.values:

@@ -1,7 +1,7 @@
 """The `lohan` processes that the pages start.
 
-A training runs in its own session, so it continues when the server ends. Its settings, its process
-id and its output are kept in files below the root, so that a later server finds them.
+A training process has its own POSIX session, so it continues when the server ends. Its settings,
+its process id and its output are kept in files below the root, so that a later server finds them.
 """
 
 from __future__ import annotations

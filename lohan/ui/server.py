@@ -203,7 +203,7 @@ class Application:
         return _static(name) if name in SERVED else _refused(f"no file {name!r}", 404)
 
     async def start(self, request: Request) -> Any:
-        """Return what does not change while the server runs, and the files that forms suggest."""
+        """Return data that is constant while the server runs, and the files that forms suggest."""
 
         def facts() -> dict[str, Any]:
             return {

@@ -29,7 +29,7 @@ MOST_SPANS = 12_000  # maximum number of spans in the timeline
 
 @dataclass(frozen=True)
 class Traced:
-    """A span; `start` and `stop` are in microseconds from the start of its file."""
+    """A span; `start` and `stop` are microseconds since the beginning of its trace file."""
 
     rank: int
     lane: int

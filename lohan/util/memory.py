@@ -74,7 +74,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # From malloc.h.
 
 
 def return_freed_memory() -> None:
-    """Configure malloc to return freed memory to the system, and return what is free now.
+    """Release malloc's free memory to the system, and configure malloc to do so from then on.
 
     Allocations of 8 MiB and more get a mapping of their own. By default, glibc raises this
     threshold to up to 32 MiB when such an allocation is freed. Holes between tensors then stay
