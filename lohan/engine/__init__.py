@@ -1,15 +1,15 @@
 """The execution of training steps: attach, session, executor, lanes, buffers and offloading.
 
-The rest of this page follows one batch from the call of the model to the commit. Each step names
-the module that implements it; modules without a package are in this one. schedule/phases.py
+The numbered list follows one batch from the call of the model to the commit. Each item names the
+module that implements it; a module named without a package is in this one. schedule/phases.py
 determines the order of the actions, their waits follow from the table in schedule/ops.py,
 scheduler.py enqueues them, lanes.py executes them in this order, and actions.py implements them.
 
 The thread and the letter of the action are given in brackets. `caller` runs the model; in backward
 on an accelerator it is autograd's own thread. `ssd` submits I/O, `done` completes it, and
-`optimizer` runs updates (the caller does if one rank computes on the CPU). `h2d` and `d2h` copy to
-and from a device with its own memory, and `compute` waits for the events of that device. `net`
-communicates with other ranks. With `overlap=False`, the caller does everything, in order.
+`optimizer` runs updates (with one rank and compute on the CPU, `caller` runs them). `h2d` and `d2h`
+copy to and from a device with its own memory, and `compute` waits for the events of that device.
+`net` communicates with other ranks. With `overlap=False`, the caller does everything, in order.
 
 Forward
  1. executor.py [caller]: `model(**batch)` calls `enter_forward`, which waits until resident
@@ -20,8 +20,8 @@ Forward
  3. scheduler.py [caller]: `begin_forward`. If the order is known, the whole forward was enqueued at
     the end of the previous step or, after a flush, is enqueued now. Otherwise this block is.
  4. actions.py, buffers.py [ssd R]: the newest weights, committed or not, are read into a host slot,
-    unless one holds them. [h2d L] They are copied to a device slot. [net A] All ranks gather the
-    shards.
+    unless a slot already holds them. [h2d L] They are copied to a device slot. [net A] All ranks
+    gather the shards.
  5. capture/recompute.py [caller F]: placeholders are swapped for views of the slot, and the block
     runs slice by slice, without autograd's saved tensors. Its inputs, its random state and the
     results in the save plan (capture/selective_checkpoint.py) are kept on the device, in host

@@ -81,7 +81,7 @@ class DeviceOperations:
         )
 
     def run(self, action: Action) -> None:
-        """Run a copy over a link, or a collective, from start to end."""
+        """Run a copy over a link, or a collective, and return when it is done."""
         self._RUN[action.kind](self, action)
 
     def _load_weights(self, action: Action) -> None:
@@ -249,7 +249,10 @@ class ActionRunner:
         self.host_cache.load(trained=trained)
 
     def commit_uncommitted(self) -> None:
-        """Commit the last step if it has ended without a commit. The lanes must be idle."""
+        """Commit the last step if it has ended without a commit.
+
+        The caller makes sure that the lanes are idle; this is not checked.
+        """
         uncommitted = self.steps.uncommitted
         if uncommitted is not None:
             if self.logged is not None:
@@ -260,11 +263,12 @@ class ActionRunner:
             self.steps.uncommitted = None
 
     def fold(self, meta: dict[str, Any], *, cached_is_base: bool = False) -> None:
-        """Commit the state after all logged steps as a generation. The lanes must be idle.
+        """Apply all logged steps to the weights and state, and commit the result as a generation.
 
-        Cached chunks are assumed to be up to date. With `cached_is_base`, they contain the
-        committed generation and are updated as well. Groups that are not cached pass through the
-        first weight slot.
+        Cached chunks are assumed to be up to date, so they are only written. With
+        `cached_is_base`, they contain the committed generation, so logged steps are applied to
+        them too. Groups that are not cached pass through the first weight slot. The caller makes
+        sure that the lanes are idle; this is not checked.
         """
         assert self.logged is not None
         slot_of = {n: self._spec.slots + i for i, n in enumerate(self._spec.host_cached_weights)}
@@ -285,9 +289,10 @@ class ActionRunner:
         self.complete(action, self.submit(action))
 
     def recover_log(self) -> None:
-        """After an error, commit the state that includes all logged steps. The lanes must be idle.
+        """After an error, apply all committed steps of the log, and commit the result.
 
-        Call this only after the cache in host memory was filled from the committed generation.
+        Call this only while the lanes are idle, and after the cache in host memory was filled from
+        the committed generation. Neither is checked.
         """
         if self.logged is not None:
             self.logged.reset()
@@ -304,9 +309,9 @@ class ActionRunner:
     # -- the ssd lane -----------------------------------------------------------------------------
 
     def submit(self, action: Action) -> list[Any]:
-        """Submit the I/O of an ssd action.
+        """Submit the I/O of an ssd action, and return the tickets of its requests.
 
-        If a request is refused, the requests before it are completed first.
+        If a request is refused, the error is raised after the requests before it have completed.
         """
         tickets: list[Any] = []
         try:
@@ -422,7 +427,7 @@ class ActionRunner:
     # -- the other lanes --------------------------------------------------------------------------
 
     def run(self, action: Action, scalars: StepScalars) -> None:
-        """Run an action of a link, of the net lane or of the optimizer lane from start to end."""
+        """Run an action of the h2d, d2h, net or optimizer lane, and return when it is done."""
         if self.device_parts is not None and action.lane != "optimizer":
             self.device_parts.run(action)
         else:
@@ -519,16 +524,16 @@ class ActionRunner:
     # -- steps that are rolled back ---------------------------------------------------------------
 
     def undo_updates(self) -> None:
-        """Undo the updates of the current step. The lanes must be idle.
+        """Undo the updates of the current step in memory.
 
         The host cache is read again from the committed generation. Gradients that were kept can be
-        used again.
+        used again. The caller makes sure that the lanes are idle; this is not checked.
         """
         self.steps.current.keeps_gradients = self.steps.unfinished = False
         self.load_host_cached(trained=True)
 
     def forget(self) -> None:
-        """Discard all gradients and activations that were handed over, after an error."""
+        """After an error, discard all gradients handed over to updates and all kept activations."""
         self.pending.clear()
         if self.activation_spill is not None:
             self.activation_spill.forget()

@@ -84,7 +84,11 @@ from lohan.util.units import parse_interval
 
 
 def rank_device(device: Device, process_group: ProcessGroup) -> Device:
-    """Return the device of a rank. Each rank gathers blocks there, also on the CPU."""
+    """Return the device on which a rank computes and gathers blocks, and open collectives on it.
+
+    If several ranks compute on the CPU, this is a device with its own memory, to which the shards
+    of all ranks are gathered. A GPU that shares the host's memory is refused with several ranks.
+    """
     if process_group.several and not device.has_own_memory:
         if not device.computes_on_cores:
             raise ConfigError(
@@ -232,7 +236,7 @@ def attach(
         batch: An example of the model's input, or its shapes on the meta device: a tensor, a tuple
             of arguments, or a dict of arguments by name. With it, the plan includes activations,
             and an error is raised before the first step if no plan fits.
-        clip: The largest norm of all gradients; 0 disables clipping.
+        clip: The limit of the global gradient norm; 0 disables clipping.
         device: Where blocks compute: "cpu", "accelerator" (torch's), "auto" (the accelerator if
             there is one), "emulated", or a device from `lohan.device.choose.open_device`, which is
             closed with the session.
@@ -329,7 +333,7 @@ def _groups_maker(
 
 
 def arguments_by_name(model: nn.Module, batch: Any) -> Mapping[str, Any]:
-    """Return the arguments of the model's call by name."""
+    """Return `batch` as the arguments, by name, of a call of the model."""
     if isinstance(batch, Mapping):
         return batch
     if not isinstance(batch, torch.Tensor | tuple | list):
@@ -575,7 +579,8 @@ def _fit_twice(context: PlanContext, plan: Plan) -> set[str]:
 def machine_with(device: Device, profile: Profile | None) -> Profile | None:
     """Return the profile if it was measured with this kind of device, otherwise None.
 
-    An emulated link has its own rates.
+    For a device with its own memory, the size of that memory replaces the size in the profile, and
+    the rates of an emulated link replace the measured ones.
     """
     if profile is None:
         return None

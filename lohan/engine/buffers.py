@@ -110,7 +110,7 @@ class HostPool:
         return HostBuffer(owner, (self._device if for_device else self._plain).host_memory(size))
 
     def compute_view(self, host: torch.Tensor) -> torch.Tensor:
-        """Return a view of memory allocated with `for_device`, for operations in place."""
+        """Return a view of memory allocated with `for_device` on which blocks can compute."""
         return self._device.compute_view(host)
 
 
@@ -145,13 +145,13 @@ class WeightSlots:
         return self._part(slot, 0, group.numel).tensor(dtype_of(self._state_format))
 
     def read(self, group: FlatGroup, slot: int) -> Iterator[Ticket]:
-        """Submit reads of the group's newest weights into a slot, one by one."""
+        """Submit reads of the group's newest weights into a slot, and yield their tickets."""
         for c in chunks(group, self._chunk_params):
             part = self._part(slot, c.start, c.stop)
             yield self._store.read(weight_key(group), c.index, part.bytes, uncommitted=None)
 
     def read_base(self, group: FlatGroup, chunk: int, slot: int) -> Ticket:
-        """Submit a read of the committed weights of one chunk into a slot."""
+        """Submit a read of one chunk's committed weights into a slot, and return its ticket."""
         cut = chunks(group, self._chunk_params)[chunk]
         part = self._part(slot, cut.start, cut.stop).bytes
         return self._store.read(weight_key(group), chunk, part)
@@ -179,7 +179,7 @@ class SharedSlots:
 class DeviceSlots:
     """Weight slots on the device. Each slot has the size of the largest group that is loaded there.
 
-    With several ranks, each rank loads its own shard of a group, and all ranks gather the rest.
+    With several ranks, each rank loads its own shard of a group, and all ranks gather all shards.
     """
 
     def __init__(
@@ -229,14 +229,15 @@ class Dequantised:
         elif size:
             memory = pool.allocate(DEQUANTISED, size, for_device=True).tensor(dtype)
             self._flat = pool.compute_view(memory)
-        self._filled_for: list[str] = []  # keys of the groups whose values `_flat` holds
+        # keys of the groups whose dequantised values `_flat` holds
+        self._filled_for: list[str] = []
 
     def views(
         self, flats: Sequence[tuple[FlatGroup, torch.Tensor]], *, nested: bool
     ) -> dict[str, list[torch.Tensor]]:
         """Return the parameters of packed groups, given the slots that hold them.
 
-        With `nested`, an outer call still uses the memory, so another buffer is allocated.
+        With `nested`, a temporary buffer is used, because an outer call still uses the memory.
         """
         if nested:
             return self._tensors(torch.empty_like(self._flat), flats, fill=True)
@@ -479,7 +480,7 @@ def _average(
     state_format: StateFormat,
     decay: float,
 ) -> int:
-    """Move the average towards the new weights, and return its checksum.
+    """Update the moving average with the new weights, and return the checksum of the average.
 
     Every operation rounds once, so the bits of an element do not depend on how chunks are cut.
     """
@@ -526,7 +527,7 @@ def _rounding(
 
 
 class HostCache:
-    """The slots and buffers that cache weights and state. Their numbers follow the shared ones."""
+    """The slots and buffers that cache weights and state, numbered after the shared ones."""
 
     def __init__(
         self,

@@ -60,7 +60,7 @@ class PlanContext:
     settings: ExitStack = field(default_factory=ExitStack)  # restores torch's settings at the end
 
     def forecast(self, profile: Profile, plan: Plan, *, clipped: bool = False) -> Forecast:
-        """Forecast a step of a plan on a machine. The batch must be known."""
+        """Return the forecast of one step of a plan on a machine; `workload` must not be None."""
         assert self.workload is not None
         return Simulator(profile, self.shards, self.workload).forecast(plan, clipped=clipped)
 
@@ -77,7 +77,7 @@ class PlanContext:
         )
 
     def measured(self, spans: Sequence[Span], plan: Plan) -> Profile | None:
-        """Return the machine as measured by a step of this plan on this rank."""
+        """Return the machine profile measured by a step of `plan`, or None if it is incomplete."""
         assert self.workload is not None
         work = step_work(
             self.shards, self.workload, plan, has_own_memory=self.device.has_own_memory
@@ -94,7 +94,7 @@ class PlanContext:
         )
 
     def workload_for(self, plan: Plan) -> BatchWorkload | None:
-        """Return the workload of the batch with the tile size of a plan."""
+        """Return the workload with the tile size of a plan, or None if the batch is unknown."""
         return None if self.workload is None else self.workload.in_tiles(plan.tiles)
 
     @property
@@ -137,7 +137,7 @@ def blocks_of(
 def workload_of(
     model: nn.Module, blocks: Blocks, batch: Mapping[str, Any], torch_device: torch.device = CPU
 ) -> BatchWorkload:
-    """Return the workload of a batch with these shapes, if blocks run on this device."""
+    """Return the workload of a batch with the shapes of `batch`, for blocks on `torch_device`."""
 
     def in_tiles(tokens: int) -> BatchWorkload:
         """Return the workload of a batch whose blocks run in tiles.
@@ -224,7 +224,7 @@ def _workload(
 
 
 def save_plans(blocks: Blocks, plan: Plan, workload: BatchWorkload | None) -> SavePlans:
-    """Return the activations that each site keeps."""
+    """Return the classes of activations that each site keeps for backward, and their bytes."""
     if workload is None or not plan.kept:
         return SavePlans({}, {})
     workload = workload.in_tiles(plan.tiles)

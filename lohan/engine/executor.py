@@ -139,10 +139,11 @@ class Executor:
         )
         self.block_runner = self._make_block_runner(context, save_plans)
         self.train_state = TrainState.of(store.meta)
-        # Gives integer inputs a gradient path.
+        # An additional input of every block and of the head. It requires a gradient, so autograd
+        # also calls the backward of a block whose other inputs are integers.
         self.anchor = torch.zeros((), requires_grad=True, device=device.torch_device)
-        # The node of `anchor` in the graph, which shows whether a backward computes all gradients:
-        # torch.autograd.grad for some inputs does not execute it.
+        # The node of `anchor` in the graph. Autograd executes it if a backward computes all
+        # gradients, but not in torch.autograd.grad for selected inputs.
         function: Any = self.anchor.view_as(self.anchor).grad_fn
         self._anchor_node = function.next_functions[0][0]
         # The sums of `accumulating` and the gradients of resident parameters, set aside during a
@@ -344,7 +345,7 @@ class Executor:
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Sum the gradients of all backward calls inside, and run one step with them at the end."""
+        """Sum the gradients of all backward calls in the `with` body; then run one step."""
         if self.collector.accumulated is not None:
             raise LohanError(
                 "accumulate: gradients are already being added up; one `with session.accumulate()` "
@@ -392,7 +393,7 @@ class Executor:
             self.collector.accumulated = None
 
     def _keep_gradients(self) -> None:
-        """Store the gradients of this backward in `.grad`."""
+        """Let this backward add its gradients to `.grad`; raise LohanError if they are scaled."""
         if self.process_group.several or self._unscale_divisor != 1.0:
             what = "fp16" if self.plan.dtype == "fp16" else f"{self.process_group.world} ranks"
             raise LohanError(
@@ -421,7 +422,7 @@ class Executor:
     def add_gradient(
         self, name: str, label: str, grad: torch.Tensor, *, step: int | None, wanted: bool
     ) -> None:
-        """Add the gradient of values that were read outside the call of their block."""
+        """Add the gradient of a parameter whose values were read outside a call of its block."""
         key, index = self._place_of(name)
         with self.guarded():
             if step != self.train_state.step:

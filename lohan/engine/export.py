@@ -35,7 +35,7 @@ from lohan.store.store import Store
 
 
 def config_of(model: nn.Module | None) -> Any:
-    """Return the object that can write config.json for a model, or None.
+    """Return the object that can write config.json for a model, or None if it has no config.
 
     This is the model itself for diffusers. For other models, it is their config. The name of the
     model's class is written into the config first, as `save_pretrained` does.

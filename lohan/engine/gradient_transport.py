@@ -58,7 +58,7 @@ class OffloadedGradients(Mapping[int, torch.Tensor]):
         return float(self._squares)
 
     def destinations(self) -> Iterable[tuple[int, torch.Tensor]]:
-        """Return the destinations of the copy, which are valid after the event."""
+        """Return (index, host tensor) pairs; `wait` until the copy has filled the tensors."""
         return self._grads.items()
 
     def __iter__(self) -> Iterator[int]:
@@ -121,7 +121,7 @@ class GradientOffload:
     def _pairs(
         self, number: int, targets: GroupGrads, grads: GroupGrads, squares: torch.Tensor | None
     ) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor | None]:
-        """Return the targets and sources of the copies, and the target of the sum of squares."""
+        """Return (target, source) pairs to copy, and the target of the sum of squares, if any."""
         pairs = [(targets[index], grad.contiguous()) for index, grad in grads.items()]
         if squares is None:
             return pairs, None
@@ -204,7 +204,7 @@ class GradientOffload:
         return self._used_buffers[number]
 
     def release(self, number: int) -> None:
-        """Free the buffers of a group's gradients."""
+        """Make the buffer of a group's gradients available for other groups."""
         buffer = self._used_buffers.pop(number, None)
         if buffer is not None:
             self._free_buffers.append(buffer)
@@ -260,7 +260,7 @@ class GradientSpill:
     def grad(
         self, number: int, buffer: int, tensor: int, at: int, count: int
     ) -> torch.Tensor | None:
-        """Return a range of a fetched chunk, or None if the tensor had no gradient."""
+        """Return `count` elements of a fetched chunk, or None if `tensor` had no gradient."""
         dtype, present = self._spilled[number]
         return self._buffers[buffer].tensor(dtype)[at : at + count] if tensor in present else None
 

@@ -98,7 +98,7 @@ class StepCollectives:
     def reduce_scatter_host(
         self, number: int, grads: Mapping[int, torch.Tensor]
     ) -> dict[int, torch.Tensor]:
-        """Return the sum of this rank's shard, in host memory, on the calling thread."""
+        """Return the sum over all ranks of this rank's shard, computed in host memory."""
         host_grads = {index: grad.cpu() for index, grad in grads.items()}
         if not self.process_group.several:
             return host_grads
@@ -107,7 +107,7 @@ class StepCollectives:
         return self._shard_of(number, self.process_group.reduce_scatter_host(rows))
 
     def _shard_of(self, number: int, total: torch.Tensor) -> dict[int, torch.Tensor]:
-        """Return the gradients in a summed row by tensor, leaving out those that no rank has."""
+        """Return summed gradients by tensor, without tensors that have none on any rank."""
         shard = self.process_group.ranks.shard(self._groups[number])
         flags = read_back(total[shard.numel :]).tolist()
         return {
@@ -119,7 +119,7 @@ class StepCollectives:
     # -- agreement of the ranks --------------------------------------------------------------------
 
     def late_groups(self, collectives_checksum: int, numbers: list[int]) -> list[int]:
-        """Return the groups that have gradients on some rank but are not reduced by a schedule.
+        """Return the union over all ranks of `numbers`, the groups that no schedule reduces.
 
         `collectives_checksum` covers the collectives that this rank has called, and an error is
         raised unless it is equal on all ranks.
@@ -156,7 +156,7 @@ class StepCollectives:
 def pack(
     group: FlatGroup, grads: Mapping[int, torch.Tensor], ranks: RankInfo, torch_device: torch.device
 ) -> torch.Tensor:
-    """Return the message of one rank, with a row for each rank.
+    """Return the tensor that this rank contributes to a reduce-scatter, with a row for each rank.
 
     The row for a rank holds the gradients of that rank's shard in fp32, then a flag for each
     tensor: whether the calling rank has a gradient for it. A tensor has no gradient in the sum only
@@ -265,7 +265,7 @@ class GradientSink:
         return self._uses[group] == 0
 
     def sum_wide(self, group: str, wide: bool) -> None:
-        """Select whether the following calls sum in fp32, because 16-bit sums lose bits."""
+        """Set whether following gradients of a group are summed in fp32; 16-bit sums lose bits."""
         self._sums_wide[group] = wide
 
     def add(self, group: str, tensor: int, grad: torch.Tensor) -> None:
@@ -308,7 +308,7 @@ class GradientSink:
         self._grads.clear()
 
     def end_period(self) -> None:
-        """Drop all uses: the weights change now, so no earlier forward may run its backward."""
+        """Drop all uses when weights change, so that no earlier forward can run its backward."""
         self._uses.clear()
         self.period += 1
 
@@ -329,7 +329,7 @@ class PendingGradients:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def release(self, number: int) -> None:
-        """Free the gradients of a group that were used, unless the step keeps them."""
+        """Free the gradients that a group's update has used, or only record the use in `used`."""
         with self.lock:
             step = self.steps.current
             if step.keeps_gradients:
@@ -340,7 +340,7 @@ class PendingGradients:
             self.offload.release(number)
 
     def accept(self) -> None:
-        """Free the kept gradients that were used; the others are freed when they are used."""
+        """Free the kept gradients that were used, and free the others as soon as they are used."""
         with self.lock:
             step = self.steps.current
             step.keeps_gradients = False
@@ -485,7 +485,7 @@ class GradientCollector:
     def _hooked_gradients(
         self, number: int, grads: dict[int, torch.Tensor]
     ) -> dict[int, torch.Tensor]:
-        """Run the user's hooks over the complete gradients of one backward."""
+        """Run the user's hooks on complete gradients of one backward, and return their results."""
         if not self.hooked:
             return grads
         key = self._blocks.groups[number].key
@@ -519,7 +519,7 @@ class GradientCollector:
                     self.sink.add_scaled(key, grads, factor=1.0)
 
     def accumulate_rest(self) -> None:
-        """Add the remaining gradients to the sums, at the end of a backward that is not a step."""
+        """At the end of a backward that is not a step, add its remaining gradients to the sums."""
         assert self.accumulated is not None
         aside = {} if self._offload is None else self._offload.aside
         for number in self._waiting():
@@ -576,10 +576,10 @@ class GradientCollector:
         self._pending.on_host[number] = grads
 
     def _hand_over_resident(self, number: int, grads: GroupGrads) -> None:
-        """Hand over the gradients of parameters in memory at the end of backward.
+        """Hand over the gradients of a group of resident parameters at the end of backward.
 
-        On a device, their copy is still in progress, and the lane that uses them waits for
-        it.
+        With one rank, this does not wait for the copy from a device; the lane that uses the
+        gradients does.
         """
         if self._offload is None or self._collectives.process_group.several:
             self.hand_over_late(number, grads)
@@ -591,7 +591,10 @@ class GradientCollector:
         )
 
     def absent(self) -> list[str]:
-        """Return the parameters without a gradient. Like PyTorch, LoHan counts no step for them."""
+        """Return the names of trained parameters that have no gradient in this step on any rank.
+
+        Like PyTorch, LoHan does not count the step for them.
+        """
         names = [
             tensor.name
             for number, group in enumerate(self._blocks.groups)

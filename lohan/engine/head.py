@@ -2,7 +2,7 @@
 
 The full logits exist only if they are read. The model's own forward computes the logits of each
 slice, so soft-capping and scaling work as in the model: the decoder is replaced by a stand-in that
-returns the ready hidden state. Tokens with an ignored label are removed before the head. In
+returns the slice of the hidden state. Tokens with an ignored label are removed before the head. In
 training, the gradients of the hidden state and of the head weights are computed in the same pass,
 slice by slice, so the logits are computed once. Losses over log-probabilities need a second pass.
 """
@@ -52,7 +52,7 @@ def find_decoder(model: nn.Module) -> nn.Module | None:
         return None
     loss = vars(model).get("_loss_function")
     tried = _TRIED.get(model)
-    # User code may have set either.
+    # User code may have replaced the loss function or the forward since the last test.
     if tried is None or tried[0] is not loss or "forward" in vars(model):
         head = causal.get_output_embeddings()
         declared = causal.get_decoder()
@@ -253,7 +253,7 @@ class LazyLogits:
 
 
 class SlicedHead:
-    """The replacement of the model's forward for calls with labels."""
+    """The replacement of the model's forward; calls with labels compute the loss in slices."""
 
     # Settings that users of the session may change. They survive a change of plan.
     SETTINGS = ("ranks_apart", "slice_loss", "on_logits")
@@ -294,7 +294,7 @@ class SlicedHead:
     def _changed(self) -> bool:
         """Return whether user code has replaced the loss or the head's forward since `attach`.
 
-        In that case the model runs unchanged, with the logits in one piece.
+        In that case the model runs unchanged and computes all logits at once.
         """
         if self._removed:
             return True
@@ -313,7 +313,7 @@ class SlicedHead:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Temporarily run the model unchanged, with the logits in one piece."""
+        """Temporarily let the model run unchanged, so that it computes all logits at once."""
         self.runs_whole = True
         try:
             yield
@@ -330,9 +330,9 @@ class SlicedHead:
             self.ranks_apart = before
 
     def _read_labels(self, inputs: dict[str, Any], moved: dict[str, Any]) -> None:
-        """Determine on the host which rows have a label, while the inputs are copied.
+        """Find the labelled tokens on the host, while the inputs are copied to the device.
 
-        Reading them on the device would wait for compute.
+        Reading the labels on the device would wait for compute.
         """
         labels, count = inputs.get("labels"), inputs.get("num_items_in_batch")
         if isinstance(labels, torch.Tensor) and labels.device.type == "cpu":
@@ -376,11 +376,11 @@ class SlicedHead:
 
     @property
     def _routes(self) -> bool:
-        """Whether the model adds a loss of its routers."""
+        """Whether the model adds the auxiliary loss of its expert routers."""
         return bool(getattr(self.model.config, "output_router_logits", False))
 
     def _rest(self, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the output of the model itself, with the terms that it adds to the token loss.
+        """Run the model's own forward; the loss it returns has all terms except the token loss.
 
         Decoder, head and loss function are replaced by stand-ins, so no logits are
         computed.
@@ -471,10 +471,11 @@ class SlicedHead:
         *,
         grad: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Compute a user-defined loss over the log-probabilities of the tokens.
+        """Return a loss over log-probabilities and, with `grad`, the gradient of `hidden`.
 
-        It is otherwise like `run`. The head runs twice: for the log-probabilities, and then
-        for the gradients, weighted by the derivative of the loss.
+        The head runs once for the log-probabilities and, with `grad`, once more for the gradients,
+        weighted by the derivative of `logp_loss`. As in `run`, those of the weights are added to
+        the sink.
         """
         flat = hidden.detach().reshape(-1, hidden.shape[-1])
         step = self.executor.plan.head_tokens

@@ -88,8 +88,8 @@ class DeviceClock:
     """Converts time stamps of a device to the clock of the host.
 
     The clock of a device starts at an arbitrary time. Its first stamp is assumed to be from the
-    time at which it is read. If work would then have begun before it was launched, or ended in the
-    future, the offset is corrected.
+    time at which the host reads it. If work would then have begun before it was launched, or ended
+    in the future, the offset is corrected.
     """
 
     def __init__(self, device: Device) -> None:
@@ -118,7 +118,7 @@ class DeviceClock:
 #     d2h        one thread for copies from such a device
 #     net        one thread for collectives, if there are several ranks
 #
-# Each lane overlaps with the others and waits only for the actions that an action names. With
+# The lanes run concurrently, and each action waits only for the actions that it names. With
 # `overlap=False`, the same actions run on the caller's thread, one after the other, in the order of
 # the schedule.
 #
@@ -198,7 +198,7 @@ class Lanes:
     # -- the caller's side ------------------------------------------------------------------------
 
     def enqueue(self, schedule: Schedule, scalars: Any = None) -> None:
-        """Add a schedule behind the actions that are already queued."""
+        """Append the actions of a schedule to the queues of their lanes."""
         self._raise_if_failed()
         if self._overlap and not self._threads:
             self._start_threads()
@@ -220,7 +220,7 @@ class Lanes:
                 self._queues[action.lane].put(job)
 
     def expected(self) -> str | None:
-        """Return the name of the next action of the compute lane."""
+        """Return the name of the next action of the compute lane, or None if there is none."""
         return self._compute[0].action.name if self._compute else None
 
     def begin(self, name: str) -> Action:
@@ -264,7 +264,7 @@ class Lanes:
         self._await(jobs, None)
 
     def drain(self) -> None:
-        """Run all queued actions to their end, and skip compute actions."""
+        """Run all queued actions except compute actions, which are skipped, and wait for them."""
         self._requeue_current()
         self._finish_launched()
         while self._compute:
@@ -278,13 +278,13 @@ class Lanes:
         self._latest.clear()
 
     def cancel_queued(self) -> list[Action]:
-        """Cancel queued actions, beginning with the next or unfinished compute action.
+        """Cancel queued actions from the next or unfinished compute action on, and return them.
 
         All actions before that compute action are completed. They never wait for a cancelled
-        action, because no action waits for a later one. Of the cancelled actions, only reads, and
+        action, because no action waits for a later one. Of the actions after it, only reads, and
         updates and writes of the previous step, can have begun, because all others wait for the
-        compute action. Those that have begun are completed too. Returns the cancelled actions of
-        the other lanes.
+        compute action. Those that have begun are completed and not returned. Neither are
+        actions of the caller's thread.
         """
         self._raise_if_failed()
         self._requeue_current()
@@ -379,7 +379,7 @@ class Lanes:
         self._raise_if_failed()
 
     def _next_update(self) -> Job | None:
-        """Return the first update in the caller's queue if everything it waits for is done."""
+        """Return the first update in the caller's queue if it can run, otherwise None."""
         head = self._updates[0] if self._updates else None
         return head if head and all(other.done.is_set() for other in head.waits) else None
 
@@ -411,7 +411,7 @@ class Lanes:
             self._changed.notify_all()
 
     def _finish(self, job: Job, start_s: float, stop_s: float | None = None) -> None:
-        """Record the end of a job, at `stop_s` or now."""
+        """Record that a job has ended at `stop_s` (by default, at the time of the call)."""
         stop_s = time.perf_counter() if stop_s is None else stop_s
         self._trace.add(Span(job.action.lane, job.action.name, start_s, stop_s))
         self._history.append(job.action)

@@ -130,7 +130,7 @@ def _optimizer_of_json(values: Mapping[str, Any]) -> Optimizer:
 def log_regions(
     groups: Sequence[FlatGroup], chunk_params: int
 ) -> list[tuple[str, tuple[int, ...]]]:
-    """Return the trained groups with the bytes reserved for the gradients of each chunk."""
+    """Return, for each trained group, its key and the bytes to reserve per chunk of gradients."""
     return [
         (
             group.key,
@@ -231,7 +231,10 @@ class LoggedGradients:
     def read(
         self, number: int, chunk: int, buffer: int, *, last_only: bool = False
     ) -> Iterator[LogTicket]:
-        """Submit reads of a chunk's gradients in all live steps, or only in the last step."""
+        """Submit reads of a chunk's gradients in all live steps, and yield their tickets.
+
+        With `last_only`, only the gradients of the last step are read.
+        """
         group, cut = self._groups[number], self._chunks[number][chunk]
         self._staged[buffer] = steps = self._live[-1:] if last_only else list(self._live)
         for place, step in enumerate(steps):
@@ -246,7 +249,7 @@ class LoggedGradients:
     # -- the optimizer lane -----------------------------------------------------------------------
 
     def updates(self, number: int, buffer: int) -> list[Update]:
-        """Return the updates of a chunk, with gradients in a staging buffer."""
+        """Return the updates of a chunk by the steps whose gradients are in a staging buffer."""
         key = self._groups[number].key
         return [
             Update(
@@ -262,7 +265,7 @@ class LoggedGradients:
     # -- while the lanes are idle -----------------------------------------------------------------
 
     def folded(self) -> None:
-        """Forget all steps, because the committed generation includes them."""
+        """Drop all live steps, because the committed generation includes them."""
         self._live = []
 
     def reset(self) -> None:
@@ -277,7 +280,7 @@ class LoggedGradients:
 def _gradients_in(
     data: HostBuffer, logged: LoggedGroup
 ) -> Callable[[TensorRange], torch.Tensor | None]:
-    """Return a function that finds the gradients of a range in a packed chunk."""
+    """Return a function that returns a range of a packed chunk, or None without a gradient."""
     flat = data.tensor(logged.dtype)
 
     def grad_of(own_range: TensorRange) -> torch.Tensor | None:

@@ -38,7 +38,7 @@ SLICE_BUFFERS = 2  # slices of a site that have a buffer on the device
 
 @dataclass(frozen=True)
 class Pack:
-    """The layout of tensors packed side by side, and the offset of the pack in its site."""
+    """The layout of tensors packed side by side, and their offset in the memory of a site."""
 
     start: int
     size: int
@@ -53,7 +53,7 @@ class Pack:
         return cls(start, at, tuple(parts))
 
     def fits(self, tensors: Sequence[torch.Tensor], start: int) -> bool:
-        """Return whether the pack was made for these tensors."""
+        """Return whether the pack begins at `start` and has the layouts of these tensors."""
         return (
             start == self.start
             and len(tensors) == len(self.parts)
@@ -61,7 +61,7 @@ class Pack:
         )
 
     def tensors_in(self, memory: torch.Tensor) -> list[torch.Tensor]:
-        """Return the tensors of the pack, given the memory of the pack."""
+        """Return views of the memory of the pack as its tensors."""
         tensors = []
         for at, layout in self.parts:
             size = layout.shape.numel() * layout.dtype.itemsize
@@ -449,14 +449,14 @@ class DeviceActivationOffload(ActivationHooks):
     # -- buffers; since shapes repeat, they do not grow after the first steps ----------------------
 
     def _pack(self, site: int, number: int, tensors: Sequence[torch.Tensor], start: int) -> Pack:
-        """Return the pack for these tensors, usually that of the previous step."""
+        """Return a pack for these tensors, reusing that of the previous step if it fits."""
         pack = self._packs.get((site, number))
         if pack is None or not pack.fits(tensors, start):
             pack = self._packs[site, number] = Pack.of(tensors, start)
         return pack
 
     def _tensors_in(self, pack: Pack, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """Return the tensors of a pack in a buffer."""
+        """Return views of a buffer as the tensors of a pack."""
         key = pack.parts, buffer.data_ptr()
         cached = self._views.get(key)
         if cached is None or cached[0] is not buffer:

@@ -66,11 +66,14 @@ class OffloadPolicy:
     These settings affect only the speed, with one exception: results are rounded differently with
     `tiles` or with another micro-batch size.
 
-    `tiles` is the number of tokens that the parts of a block that do not mix tokens process at a
-    time, "off", or "auto", which uses tiles if a plan needs them to fit or if a GPU is faster with
-    them. `activations` selects what blocks keep for backward: "holistic" (the fastest choice on a
-    machine with this `profile`), "recompute" (only the inputs), "all", exact classes, or the choice
-    of another policy ("static", "capuchin", "checkmate", "g10"). `run_again` states that the loop
+    `tiles` is the number of tokens per tile in the parts of a block that do not mix tokens, "off",
+    or "auto", which uses tiles if a plan needs them to fit or if a GPU is faster with them.
+
+    `activations` selects what blocks keep for backward: "holistic" (the fastest choice on a machine
+    with this `profile`), "recompute" (only the inputs), "all", exact classes, or the choice of
+    another policy ("static", "capuchin", "checkmate", "g10").
+
+    `run_again` states that the loop
     checks `session.must_run_again` after every backward and, if it is True, runs the same batch
     again from the random state before it. Updates then need not wait for the norm even if memory
     cannot hold all gradients.

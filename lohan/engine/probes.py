@@ -133,7 +133,7 @@ class Figure:
 
 
 def end(thread: threading.Thread) -> None:
-    """Wait for a probe that was asked to stop."""
+    """Wait for a probe that was asked to stop, and raise LohanError after PROBE_END_S."""
     thread.join(PROBE_END_S)
     if thread.is_alive():
         raise LohanError(
@@ -304,7 +304,7 @@ def head_figure(sizes: Sizes, tokens: int, device: Device) -> Figure:
 
 
 def adam_figure(sizes: Sizes, dtype: str) -> Figure:
-    """Return the duration of an AdamW update of one chunk in host memory."""
+    """Return a Figure that measures an AdamW update of one chunk in host memory."""
     fmt, count = STATE_FORMATS[dtype], sizes.chunk_params
     group = FlatGroup("probe", (TensorSpec("weight", (count,), 0, count, True, True),), count)
     (chunk,) = chunks(group, count)
@@ -358,7 +358,7 @@ class Rates:
     read: float
     write: float
     mixed: float
-    action_s: float  # of the smallest read, from submission to completion
+    action_s: float  # seconds of the smallest read, from submission to completion
     commit_s: float
 
 
@@ -407,7 +407,7 @@ class DriveProbe:
 
     @contextmanager
     def busy(self, kind: str) -> Iterator[list[float]]:
-        """Keep the drives busy in a thread, and provide the bytes per second of each pass."""
+        """Keep the drives busy in a thread, and yield a list to which it adds each pass's rate."""
         stop, failed, rates = threading.Event(), list[BaseException](), list[float]()
 
         def work() -> None:
@@ -499,7 +499,7 @@ def rates(probe: DriveProbe, *, seconds: float) -> Rates:
 # -- Links to a device, through the device's own copies and host memory ----------------------------
 
 
-LEAST_LINK_BYTES = 4096  # bytes
+LEAST_LINK_BYTES = 4096  # the smallest copy that is measured
 
 
 def link_rates(device: Device, *, size: int, seconds: float) -> tuple[float, float]:
@@ -604,7 +604,7 @@ def bus_rate(copied: float, alone: Point, shared: Point) -> float:
 # there is no link to measure, and device memory is host memory.
 
 
-# called with the name of the measurement, the number done, and the total
+# A callback that gets the name of the measurement, the number of finished ones, and the total.
 Progress = Callable[[str, int, int], None]
 COMPUTE_ROUNDS = 3  # measurements of every compute figure, spread over time
 # Concurrent work counts as limited if its speed falls below this share of its speed alone.

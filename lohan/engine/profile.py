@@ -76,7 +76,8 @@ def cached_profile(
 ) -> Profile:
     """Return the profile of this machine with these folders and this device.
 
-    It comes from the cache or is measured now. Free memory and space are always current.
+    It is read from the cache; with `fresh`, or if none is cached, it is measured. Free memory and
+    space are always current.
     """
     folders = [Path(path).absolute() for path in ssd]
     for folder in folders:

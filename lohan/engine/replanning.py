@@ -67,8 +67,8 @@ class Replanner:
     """Compares an early step of each plan with its forecast, and changes the plan if that pays.
 
     The step is the third or, if not every step commits, the fourth. The plan changes at most
-    twice. With several ranks, all of them call this after the same steps; the first measures,
-    plans and decides.
+    twice. With several ranks, all of them call `after_step` after the same steps; the first
+    measures, plans and decides.
     """
 
     def __init__(self, session: Session) -> None:
@@ -88,7 +88,10 @@ class Replanner:
             self._promised = context.forecast(context.profile, session.plan)
 
     def after_step(self, spans: list[Span], *, step_s: float) -> str | None:
-        """Describe what was measured and changed, or return None."""
+        """Compare a step of each plan with its forecast, and change the plan if that pays.
+
+        Returns a description of what was measured and changed, or None if there is none.
+        """
         self._plan_steps += 1
         # The first two steps of a plan are always committed. Some writes of the second are done
         # during the third, which is therefore not typical for a step between two commits.
@@ -147,7 +150,7 @@ class Replanner:
         return Decision(why, other, _faster(current, new))
 
     def _decided(self, decide: Callable[[], Decision]) -> Decision:
-        """Return the decision of the first rank."""
+        """Make the decision on the first rank, and return it on every rank."""
         group = self._session.process_group
         try:
             return Decision.from_json(group.broadcast_made(lambda: decide().to_json()))
@@ -182,7 +185,7 @@ def _faster(current: Forecast, new: Forecast) -> str:
 def surprises(
     predicted: Mapping[str, float], measured: Mapping[str, float], *, step_s: float
 ) -> str:
-    """Describe the lanes that were busy for much longer or shorter than predicted.
+    """Describe the lanes whose busy time was much longer or shorter than predicted.
 
     A lane with little work is ignored.
     """

@@ -1,9 +1,10 @@
 """Small parameters that stay in memory for the whole run, as ordinary leaves of the user's graph.
 
-These are norms and loose vectors. Their groups have cached weight slots. The trained group is
-updated like any other group, and the leaves are copies of its values, which are refreshed when the
-next forward begins. Frozen parameters are views of their slot or, on a device, copies. With several
-ranks, the slot of each rank holds its shard, and the caller's thread gathers the shards.
+These are norms and single vectors outside the blocks, and parameters that the model reads outside a
+call of their block. Their groups have cached weight slots. The trained group is updated like any
+other group, and the leaves are copies of its values, which are refreshed when the next forward
+begins. Frozen parameters are views of their slot or, on a device, copies. With several ranks, the
+slot of each rank holds its shard, and the caller's thread gathers the shards.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class Resident:
         return grads
 
     def swap_gradients(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Set the gradients of all resident parameters, and return the previous ones.
+        """Set the gradients of all resident parameters, and return their previous gradients.
 
         An empty sequence removes them.
         """

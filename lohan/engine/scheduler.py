@@ -8,7 +8,7 @@ There are three situations:
 * The order is unknown: the first step or pass, or a model that takes another path. Each block is
   scheduled on demand.
 * `overlap=False`: blocks are always scheduled on demand, and actions run one after the other. This
-  is the specification; the other two run the same actions in another order.
+  mode is the specification; the other two situations run the same actions in another order.
 
 A new order of steps is checked once, before anything is scheduled by it.
 """
@@ -97,7 +97,7 @@ class ActionScheduler:
     def begin_forward(
         self, site: int, *, training: bool, backward_follows: bool = True
     ) -> dict[int, torch.Tensor]:
-        """Return the weights of a site, by group, for its forward."""
+        """Begin the forward of a site, scheduling it if necessary; return its weights by group."""
         name = Op.FORWARD.of(site)
         if training and self._queued_inference:
             # The queued pass without gradients will not continue, and it has no buffers for
@@ -189,7 +189,7 @@ class ActionScheduler:
                 step.placed,
                 unreached=step.unreached,
             )
-            # The writes of the previous step precede those of this step.
+            # A name may occur twice; the first is the write left over from the previous step.
             first = {action.name: action for action in reversed(schedule)}
             self._behind = tuple(first[name] for name in names)
             self._lanes.enqueue(schedule, scalars)
@@ -199,8 +199,8 @@ class ActionScheduler:
         step = self.steps.current
         if step.whole_phase and self._lanes.expected() != name:
             # Backward visits blocks in another order than in the previous step. Actions that belong
-            # to the blocks visited so far are completed, later ones are cancelled, and the rest is
-            # scheduled on demand.
+            # to the blocks visited so far are completed, later ones are cancelled, and the
+            # remaining backward is scheduled on demand.
             # A rank cannot cancel collectives that others may have begun with it.
             if self._spec.net:
                 raise RankError(
@@ -241,7 +241,10 @@ class ActionScheduler:
             self._lanes.wait_for(*(action.name for action in schedule))
 
     def backward_done(self) -> None:
-        """End the backward. The weights and the state of unreached groups are carried over."""
+        """End the backward, including the compute actions of blocks that it has not reached.
+
+        The updates of unreached groups carry their weights and state over to the new generation.
+        """
         step = self.steps.current
         if not step.whole_phase:
             assert step.placed is not None
@@ -311,7 +314,7 @@ class ActionScheduler:
         self.steps.current.placed = self._place()
 
     def _place(self, *, speculates: bool = False) -> StepPlacement:
-        """Return the placements of this step."""
+        """Return when each update of this step runs, computed once per kind of step."""
         commits = self.steps.current.commits
         way = speculates, commits
         if way not in self._compiled:

@@ -43,7 +43,7 @@ ExecutorAndHead = tuple[Executor, SlicedHead | None]
 
 
 def _plan_beside_sums(problem: PlanProblem, sums_bytes: int) -> Any:
-    """Return a plan for the memory that is left besides sums of gradients, as JSON."""
+    """Return a plan, as JSON, for a problem whose host memory excludes sums of gradients."""
     try:
         return make_plan(problem).plan.to_json()
     except BudgetError as error:
@@ -114,7 +114,7 @@ class Session:
 
     @contextmanager
     def unhooked(self) -> Iterator[None]:
-        """Temporarily restore the model's modules, without anything that LoHan has installed."""
+        """Temporarily remove the forwards and hooks that LoHan has installed in the model."""
         calls = [*(self._executor.wrapped_sites if self._executor is not None else ())]
         modules: list[tuple[nn.Module, Any]] = [(call.module, call) for call in calls]
         if self.head is not None:
@@ -277,8 +277,8 @@ class Session:
     def take_finished(self) -> list[dict[str, Any]]:
         """Return the metadata of steps that have ended since the last call, oldest first.
 
-        They are committed, or lie between two commits. If this method is not called, only the
-        metadata of the last few steps is kept.
+        They include steps between two commits, which are not durable yet. If this method is not
+        called, only the metadata of the last few steps is kept.
         """
         before, self._earlier_metas = self._earlier_metas, []
         if self._executor is None:
@@ -306,14 +306,14 @@ class Session:
 
     @property
     def accumulates(self) -> bool:
-        """Whether backward is called inside `accumulate`."""
+        """Whether backward adds its gradients to sums or to `.grad` instead of running a step."""
         return self.executor.collector.accumulated is not None
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Make one step of several calls of `backward`.
+        """Run one step with the sums of the gradients of all `backward` calls in the `with` body.
 
-        Gradients are summed inside, as in PyTorch, and the optimizer runs at the end.
+        As in PyTorch, the optimizer runs after the last of these calls.
         Weights are transferred once per call. One larger batch, divided into micro-batches,
         transfers them once in total and needs no memory for gradients. The sums are held in host
         memory. If the plan leaves too little for them, the session continues with one that does.

@@ -73,7 +73,7 @@ class Step:
     backward: list[int] = field(default_factory=list)
     whole_phase: bool = False  # whether the current phase is scheduled as a whole
     placed: StepPlacement | None = None  # when its updates run; set when backward begins
-    scalars: StepScalars | None = None  # of updates in backward
+    scalars: StepScalars | None = None  # numbers for the updates that run in backward
     # The groups whose last use is each site of backward, if backward was scheduled as a whole.
     last_uses: list[tuple[int, ...]] | None = None
     unreached: list[int] = field(default_factory=list)  # groups that backward does not reach
@@ -85,7 +85,7 @@ class Step:
     keeps_gradients: bool = False
     used: list[int] = field(default_factory=list)
     decision: Decision | None = None
-    factor: float = 1.0  # by which clipping multiplies the gradients of updates that have waited
+    factor: float = 1.0  # clipping multiplies the gradients of updates that have waited by it
     meta: dict[str, Any] = field(default_factory=dict)  # the metadata that its commit records
 
     @property
@@ -94,11 +94,14 @@ class Step:
         return self.placed is not None and self.placed.speculates
 
     def finished_groups(self) -> tuple[int, ...] | None:
-        """Return the groups whose last use is the current backward, if it was scheduled."""
+        """Return the groups whose last use is the site that backward runs now.
+
+        Returns None if the backward was not scheduled as a whole.
+        """
         return None if self.last_uses is None else self.last_uses[len(self.backward) - 1]
 
     def begin_part(self) -> None:
-        """Forget the order of a backward call that has ended without ending the step."""
+        """Prepare for the next forward of the step, after a backward that did not end the step."""
         self.state, self.parts = State.PAUSED, self.parts + 1
         self.forward, self.reached, self.backward = [], [], []
         self.handed_over, self.whole_phase, self.last_uses = set(), False, None
@@ -197,7 +200,7 @@ RECENT_STEPS = 8  # The plan limits how many of this many last steps may be clip
 
 
 def clip_factor(norm: float, limit: float) -> float:
-    """Return the factor of `torch.nn.utils.clip_grad_norm_`. A limit of 0 disables clipping."""
+    """Return the factor by which clip_grad_norm_ of torch scales gradients; 1 if `limit` is 0."""
     return min(1.0, limit / (norm + 1e-6)) if limit else 1.0
 
 

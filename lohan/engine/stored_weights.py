@@ -81,7 +81,7 @@ class StoredWeights:
         return differentiable
 
     def write(self, parameter: AttachedParameter, values: torch.Tensor) -> None:
-        """Write the values of a parameter to the store, at once or at the end of `writing`."""
+        """Write the values of a parameter to the store at once or, in `writing`, at its end."""
         if self._writes is not None:
             self._writes[parameter.stored_as] = values.detach()
             return
@@ -90,7 +90,7 @@ class StoredWeights:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Collect writes, and commit them together at the end."""
+        """Collect the writes in the `with` body, and commit them together at its end."""
         self._writes = writes = dict[str, torch.Tensor]()
         try:
             yield
@@ -105,7 +105,7 @@ class StoredWeights:
 
     @contextmanager
     def store(self) -> Iterator[Store]:
-        """Provide the open store, after the last step was committed."""
+        """Commit the last step, and yield the store, which is opened if no session has it open."""
         session = self.session
         if session is not None:
             if not session.stopped:
@@ -151,7 +151,7 @@ class StoredWeights:
                 yield
 
     def current_reader(self) -> ReadFlat:
-        """Return a reader of the weights while the model moves to another session."""
+        """Return a reader of the open store, for a session that takes the model over."""
         session = self.session
         opened = session.store if session is not None else self._opened
         assert opened is not None
@@ -246,7 +246,7 @@ def given_dtype(parameter: nn.Parameter) -> torch.dtype:
 
 
 def _given_dtype(model: nn.Module) -> torch.dtype:
-    """Return the dtype for saving: that of the adapter, or of most of the model's parameters."""
+    """Return the most common dtype of the adapter or, without one, of all parameters."""
     adapted, sizes = is_adapted(model), Counter[torch.dtype]()
     for parameter in model.parameters():
         if parameter.requires_grad or not adapted:
@@ -382,7 +382,7 @@ class _LoadStateDict(_Method):
     def __call__(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Write values to the store, with the checks of PyTorch.
+        """Write values to the store, with the checks of PyTorch's `load_state_dict`.
 
         Optimizer state is not changed, as with a torch optimizer. `assign` is ignored.
         """

@@ -129,7 +129,8 @@ def has_gradient_hooks(model: nn.Module) -> bool:
 def run_gradient_hooks(parameter: OffloadedParameter, grad: torch.Tensor) -> torch.Tensor | None:
     """Run a parameter's hooks on its complete gradient of one backward.
 
-    The order is that of PyTorch. Returns the resulting gradient, or None.
+    The order is that of PyTorch. Returns the resulting gradient, or None if a hook has set `.grad`
+    to None.
     """
     shape = grad.shape
     with torch._C.DisableTorchFunctionSubclass():
@@ -298,7 +299,7 @@ def _check_optimizer(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 def _attached_name(parameter: Any) -> str | None:
-    """Return the name of a parameter that is in a store, or whose values were moved to one."""
+    """Return the name of an attached parameter or of its original, and None for any other."""
     if isinstance(parameter, AttachedParameter):
         return parameter.label[0]
     stored = getattr(parameter, "moved_to", None)

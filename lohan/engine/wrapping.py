@@ -70,7 +70,7 @@ class WrappedSite:
         module.forward = self
 
     def refresh(self) -> None:
-        """Apply the user's changes to the set of frozen parameters."""
+        """Update which parameters take a gradient, after user code has frozen or unfrozen some."""
         frozen = self.executor.watched.frozen
         self._takes_grad = [
             trainable and (group, index) not in frozen
@@ -178,7 +178,7 @@ def _as_parameter(tensor: torch.Tensor) -> nn.Parameter:
 
 
 def hidden_tensors(leaf: Any, depth: int = 3) -> Iterator[torch.Tensor]:
-    """Return tensors inside an object that is not a tuple, list or dict."""
+    """Yield tensors in the attributes of an object, down to `depth` nested objects."""
     if isinstance(leaf, torch.Tensor | nn.Module | type) or not hasattr(leaf, "__dict__"):
         return
     for value in vars(leaf).values():
@@ -194,7 +194,7 @@ class Uses:
 
     The sink counts the uses, so it detects the last use in a step. A use ends with the backward of
     the call, or when `owner` is freed because the graph is dropped. The end of the step, or its
-    roll-back, ends all uses that are left.
+    roll-back, ends all remaining uses.
     """
 
     def __init__(self, executor: Executor, groups: tuple[str, ...], owner: object) -> None:
@@ -360,12 +360,15 @@ class BlockRunner:
         return output.leaves, output.spec
 
     def evaluate(self, wrapped: WrappedSite, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a site without gradients and keep nothing; calls that fill a cache are not sliced."""
+        """Run a site without gradients, keep nothing for backward, and return its output.
+
+        A call that fills a key-value cache is not sliced.
+        """
         call = SavedCall(wrapped.name, args, kwargs)
         wrapped.check_values(call)
         weights = self.weights(wrapped, training=False)
         with weights as tensors, wrapped.installed(tensors), self._device.computing():
-            # As in training, this covers the whole batch.
+            # As in training, the parts to tile are found in the unsliced call.
             if isinstance(wrapped.original, TiledForward):
                 wrapped.original.prepare(args, kwargs)
             if fills_cache((*args, *kwargs.values())):
