@@ -561,7 +561,7 @@ class HostCache:
         self._store.wait_all(tickets)
 
     def write_back(self) -> None:
-        """Write to SSD the chunks that steps between two commits have changed only in memory."""
+        """Write all cached chunks to SSD; steps between two commits change them only in memory."""
         tickets: list[Ticket] = []
         for i, number in enumerate(self._spec.host_cached_weights):
             slot = self._spec.slots + i

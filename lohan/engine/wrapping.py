@@ -397,7 +397,7 @@ class BlockRunner:
         return [gathered.value for gathered in inputs]
 
     def _check_results(self, wrapped: WrappedSite, call: SavedCall, results: list[Any]) -> None:
-        """Check the results of the first call of a block, while its weights are in memory."""
+        """Compare the results of the first slice with a plain call, while weights are in memory."""
         call.checked, part = True, call.slices(self.compute.micro_batch)[0]
         _, args, kwargs = call.restore(part, grad=True)
         with self.compute.as_in_forward(call), torch.enable_grad():
@@ -420,7 +420,7 @@ class BlockRunner:
         weights: Weights,
         inputs: list[Gathered],
     ) -> None:
-        """Check the gradients of the inputs of the first slice."""
+        """Compare the gradients of the inputs of the first slice with those of a plain call."""
         parts = call.slices(self.compute.micro_batch)
         tensors, args, kwargs = call.restore(parts[0], grad=True)
         leaves, gradients = {}, dict[str, torch.Tensor | None]()
@@ -469,7 +469,7 @@ class FirstCalls:
         self.checked: list[str] = []  # sites whose results were compared
 
     def take_first(self, name: str) -> bool:
-        """Return whether this call is the one to check."""
+        """Return True for the first call of each block to check, and False for all other calls."""
         if name not in self._unchecked:
             return False
         self._unchecked.discard(name)

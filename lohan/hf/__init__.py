@@ -37,7 +37,8 @@ _PLACES = {
 
 def __getattr__(name: str) -> Any:
     """Import a trainer on first use: TRL is optional, and importing transformers is slow."""
-    if name not in _PLACES and name.endswith("Trainer"):  # The failed import explains why.
+    # `from lohan.hf import ...` would replace the message of an AttributeError.
+    if name not in _PLACES and name.endswith("Trainer"):
         raise ImportError(
             f"lohan.hf has no {name}; it has {', '.join(_PLACES)}. Trainers whose steps generate "
             "answers or ask a second model (GRPO, RLOO, PPO, online DPO, distillation) need one in "

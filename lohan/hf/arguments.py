@@ -31,11 +31,11 @@ class LohanArguments:
     device_memory: str | int | None = None
     micro_batch: int | None = None
     tiles: int | str = "auto"
-    max_length: int | None = None  # longest row in tokens; None: the length of the first batch
+    max_length: int | None = None  # longest row in tokens; None means that of the first batch
     update_mode: str = "balanced"
     activations: str = "holistic"
     overlap: bool = True
-    # the format in which moments are stored; None: the format that `optim` implies
+    # the format in which moments are stored; None means the format that `optim` implies
     moments: str | None = None
 
     def budget(self, output_dir: str) -> Budget:

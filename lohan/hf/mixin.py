@@ -124,7 +124,7 @@ class LohanMixin(OutputStore):
     `session` is None until the first training step attaches the model.
     """
 
-    over_tokens = False  # the loss is computed from log-probabilities of the sliced head
+    over_tokens = False  # whether the loss is computed from log-probabilities of tokens
     args: Any
     model: Any
     accelerator: Any
@@ -145,7 +145,7 @@ class LohanMixin(OutputStore):
         self._resumes = False
         self._beginning: Path | None = None  # checkpoint of step 0, if none was saved
         self._rewind: Path | None = None  # state to restore when the store is opened
-        self._keeps_session = True  # the session is kept after an evaluation
+        self._keeps_session = True  # whether the session is kept after an evaluation
         self._too_large: BudgetError | None = None
         self._ranks: ProcessGroup | None = None  # the processes of torchrun
         self._groups: TorchGroups | None = None  # created on first use
@@ -327,10 +327,10 @@ class LohanMixin(OutputStore):
         return self._of_all_ranks(super().compute_loss(*args, **named), named)  # type: ignore[misc]
 
     def _of_all_ranks(self, result: Any, named: Mapping[str, Any]) -> Any:
-        """Undo Trainer's multiplication of the loss by the number of processes if it is wrong.
+        """Return the result of compute_loss with a loss that is correct for several processes.
 
-        Trainer multiplies because DDP averages gradients over processes. A loss that is
-        already taken over the tokens of all processes must not be scaled.
+        Trainer multiplies the loss by the number of processes, because DDP averages gradients. If
+        the loss is already taken over the tokens of all processes, this undoes the multiplication.
         """
         args, head = self.args, self.session.head if self.session is not None else None
         if head is None or args.world_size == 1 or head.ranks_apart or head.runs_whole:
@@ -348,9 +348,9 @@ class LohanMixin(OutputStore):
         return {} if self._ranks is None else {"process_group": self._ranks}
 
     def evaluation_loop(self, *args: Any, **named: Any) -> Any:
-        """Evaluate, with a temporary store if weights are not in memory before training.
+        """Evaluate, and then close a session that was attached only for this evaluation.
 
-        The store is removed after the evaluation.
+        The temporary store of such a session is removed.
         """
         before = self.session
         held = _parameters(self.model) if before is None else []
@@ -514,10 +514,10 @@ class LohanMixin(OutputStore):
         """Restore the metrics to their values before a discarded run."""
 
     def _joined_batch(self, parts: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-        """Join batches into one, or return None.
+        """Return the batches joined into one, or None if they must run one by one.
 
-        None means that the loss of the joined batch would not be the sum of the losses of the
-        batches, or that the batches cannot be padded to one shape.
+        They must if the loss of the joined batch would not be the sum of their losses, if gradient
+        hooks have to run for each batch, or if they cannot be padded to one shape.
         """
         if len(parts) == 1:
             return dict(parts[0])
@@ -572,7 +572,7 @@ class LohanMixin(OutputStore):
     # -- checkpoints ------------------------------------------------------------------------------
 
     def _last_checkpoint(self, work: Path) -> str | bool:
-        """Return the last complete checkpoint.
+        """Return the last complete checkpoint, or True if there is nothing to resume.
 
         A process may have died while it saved a checkpoint, or before it saved the first one, with
         committed steps in the store. If there is no complete checkpoint, a checkpoint of step 0 is
@@ -721,7 +721,7 @@ class LohanMixin(OutputStore):
         return epochs, skip
 
     def _go_back(self) -> None:
-        """Set the store to the state of the checkpoint that training resumes from."""
+        """Rewind the store to the state of the checkpoint, if training resumes from that state."""
         if self._rewind is not None:
             # Logged steps are later than the checkpoint, so they are dropped.
             with Store.open(self._store_dirs(), replays=True) as store:
@@ -748,7 +748,7 @@ class LohanMixin(OutputStore):
                 self.lr_scheduler.step()
 
     def _recorded_groups(self, checkpoint: Path) -> Any:
-        """Return the parameter groups of the step that training resumes after.
+        """Return the parameter groups of the step that training resumes after, or None if unknown.
 
         The groups come from the checkpoint, including values that callbacks wrote after its step,
         or from the manifest of a later committed step.

@@ -80,7 +80,7 @@ WITHOUT_EFFECT = frozenset(
 
 
 def class_and_kwargs(args: Any) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """Return the optimizer that `args.optim` names, as get_optimizer_cls_and_kwargs does."""
+    """Return the class and the arguments of the torch optimizer that `args.optim` names."""
     name = optimizer_name(args)
     kind = next(kind for kind, optimizer in CLASSES.items() if optimizer == name)
     return kind, {"lr": args.learning_rate, **optimizer_kwargs(args, name)}
@@ -169,7 +169,7 @@ def _needs_values(name: str) -> bool:
 
 
 class NoState(defaultdict[Any, Any]):
-    """The empty `state` of an optimizer whose moments are in the store; only libraries use it."""
+    """The empty `state` of an optimizer; user code that accesses it gets a ModelError."""
 
 
 def _guarded(name: str) -> Callable[..., Any]:
@@ -218,7 +218,7 @@ class TorchGroups:
         self.optimizer: Optimizer = OPTIMIZERS["adamw"](moments=moments)
 
     def take_over(self, optimizer: Any, model: nn.Module) -> None:
-        """Use the parameter groups of this optimizer from now on.
+        """Use the parameter groups of this optimizer for all following updates.
 
         The optimizer's parameters are replaced by empty stand-ins; otherwise it would keep
         the weights of the whole model in memory.
@@ -356,7 +356,7 @@ def _constant(rate: Any) -> Callable[[int], float]:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a number that torch may keep in a tensor to a plain number."""
+    """Convert a tensor with one number, also inside a list or tuple, to a plain number."""
     if isinstance(value, torch.Tensor):
         return value.item()
     return tuple(map(_plain, value)) if isinstance(value, (list, tuple)) else value

@@ -72,7 +72,7 @@ class Concatenated(OverTokens):
         return self._auxiliary(self._call(model, self._parts(batch), compute)), noted
 
     def concatenated_forward(self, model: Any, batch: Any) -> Any:
-        """Compute what TRL's method returns, from log-probabilities instead of logits."""
+        """Return the values of TRL's method, computed from log-probabilities instead of logits."""
         output: Any = model.answer(0)
         answer = self._of_both(batch)["concatenated_labels"][:, 1:] != IGNORED
         logps = (output.log_probs * answer).sum(1)

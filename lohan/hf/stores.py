@@ -69,7 +69,7 @@ class OutputStore:
         return Path(self.args.output_dir)
 
     def _of_rank(self, path: Path) -> Path:
-        """Return this rank's folder, given the path that all ranks share."""
+        """Return the path with this rank's suffix, or unchanged if there is only one process."""
         self._sharing()
         ranks = self._ranks
         return path if ranks is None else path.with_name(ranks.ranks.store_name(path.name))
@@ -82,7 +82,7 @@ class OutputStore:
         return self._dirs_of(self._store_name())
 
     def _store_name(self) -> str:
-        """Return the name of this training's store, or of the store of the output folder."""
+        """Return the name of the store of the new training or, without one, of the current store."""
         mark = self._replacing or read_mark(self._out)
         return STORE_FOLDER if mark is None else mark.store
 
@@ -91,7 +91,7 @@ class OutputStore:
         return {path.parent.resolve() for path in self._store_dirs()} == {self._out.resolve()}
 
     def _original(self) -> Path | None:
-        """Return the output folder that this one is a copy of, if both refer to the same store."""
+        """Return the folder that this output folder is a copy of if both share a store, or None."""
         dirs, mark = self._store_dirs(), read_mark(self._out)
         if mark is None or not (dirs[0] / IDENTITY).exists() or self._inside():
             return None
@@ -159,7 +159,7 @@ class OutputStore:
         self._remove_spare()
 
     def _remove_spare(self) -> None:
-        """Remove the stores that this output folder does not need and no process uses."""
+        """Remove the spare stores of this output folder that no process uses."""
         mark = read_mark(self._out)
         if mark is None or not mark.spare:
             return
@@ -329,7 +329,7 @@ _MODELS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def end_others(dirs: Sequence[Path]) -> None:
-    """Close the sessions of this process that have one of these folders open, as in a notebook."""
+    """Close the sessions of this process that have one of these folders open."""
     for session in list(_OPEN):
         if not session.closed and _resolved(session.store.dirs) & _resolved(dirs):
             session.close()
@@ -353,7 +353,7 @@ def _resolved(dirs: Sequence[Path]) -> set[Path]:
 
 
 def _remove_if_spare(out: Path, name: str, dirs: Sequence[Path]) -> None:
-    """Remove the store of a deleted model if another store has taken its place."""
+    """Remove the store of a deleted model if another store has replaced it."""
     try:
         mark = read_mark(out)
     except LohanError:
@@ -363,7 +363,7 @@ def _remove_if_spare(out: Path, name: str, dirs: Sequence[Path]) -> None:
 
 
 def _let_go(session: Session) -> None:
-    """Close a session whose Trainer was deleted, at the latest when the process ends."""
+    """Close the session of a deleted Trainer, and log a warning if that fails."""
     try:
         session.close()
         session.process_group.close()

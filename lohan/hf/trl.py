@@ -74,7 +74,7 @@ class TokenMetrics:
 
 
 class Answer:
-    """The output of TRL's fused head: values per token, zero where there is no label."""
+    """An imitation of the output of TRL's fused head: values per token, zero without a label."""
 
     aux_loss: torch.Tensor
 
@@ -87,7 +87,7 @@ class Answer:
 
 
 class StandIn:
-    """Passed to TRL's losses as the model; each call returns the values of its tokens."""
+    """A stand-in for the model in TRL's losses; its calls return values computed beforehand."""
 
     def __init__(self, parts: Sequence[Part], flat: Mapping[str, torch.Tensor]) -> None:
         counts = [int((part["labels"][:, 1:] != IGNORED).sum()) for part in parts]
@@ -143,9 +143,9 @@ class OverTokens(LohanMixin):
         return bool(getattr(self, "aux_loss_enabled", False))
 
     def _call(self, model: Any, parts: Sequence[Part], compute: Compute) -> Any:
-        """Run the model on all parts with the loss that `compute` returns for a stand-in.
+        """Run the model on all parts, and return its output with the loss that `compute` returns.
 
-        The result is the output of the model.
+        `compute` gets a stand-in for the model, whose calls return the values of each part.
         """
         before: dict[str, list[torch.Tensor]] = {}
         if self._routes and len(parts) > 1:  # only the first call has the auxiliary loss
@@ -205,7 +205,7 @@ def _collect(
     return flat["log_probs"].sum()
 
 
-# -- with a reference ------------------------------------------------------------------------------
+# -- Trainers with a reference model ---------------------------------------------------------------
 
 
 class NoReference(nn.Module):
@@ -417,7 +417,7 @@ def _has_no_rows(named: Mapping[str, Any]) -> bool:
 
 
 def _copied(model: Any) -> nn.Module | None:
-    """Return a copy of the model as its own reference, or None if it is not in memory."""
+    """Return a copy of the model to use as its reference, or None if it is not in memory."""
     if not isinstance(model, nn.Module) or any(lacks_values(p) for p in model.parameters()):
         return None
     size = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -441,7 +441,10 @@ def _with_rows(collate: Callable[[list[Any]], dict[str, Any]]) -> Callable[[list
 
 
 def _labels(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return the labels of the answer tokens; the first token is not predicted by anything."""
+    """Return `ids` with IGNORED for the first token of each row and where `mask` is 0.
+
+    The first token is ignored because no logits predict it.
+    """
     labels = ids.masked_fill(mask == 0, IGNORED)
     labels[:, 0] = IGNORED
     return labels
@@ -581,7 +584,7 @@ class SFTTrainer(LohanMixin, Theirs):
         count = {"num_items_in_batch": num_items_in_batch}
         result = super(Theirs, self).compute_loss(model, dict(inputs), return_outputs=True, **count)
         loss, outputs = self._of_all_ranks(result, count)
-        # the head computed all logits at once
+        # If the head computed all logits at once, it did not call `_token_metrics`.
         if not self._token_metrics.sums[0] and labels is not None:
             following = labels[:, 1:].reshape(-1)
             learnt = following != IGNORED

@@ -33,10 +33,11 @@ class UserSteps:
     def __init__(self, trainer: Any) -> None:
         self._trainer = weakref.ref(trainer)
         self.in_own_step = False  # True inside LoHan's own training_step.
-        # True if losses are computed in fp32 already, during the whole training.
+        # True once fp32 losses are enabled for the whole training, so that no step need enable them
+        # again.
         self.in_fp32 = False
         self._precision = ExitStack()
-        # accumulates the gradients of the batches of a step; None outside of it
+        # the context that sums the gradients of a step's batches; None if none is open
         self._sums: AbstractContextManager[None] | None = None
         self._checks = True
         # the optimizers whose steps are checked
@@ -79,7 +80,7 @@ class UserSteps:
 
     @contextmanager
     def own_step(self, session: Session) -> Iterator[None]:
-        """Run LoHan's own training_step, in which every backward is expected."""
+        """Let every backward in the `with` body run a step, for LoHan's own training_step."""
         before = session.updates_in_backward
         session.updates_in_backward = self.in_own_step = True
         try:
@@ -90,7 +91,7 @@ class UserSteps:
                 session.updates_in_backward = before
 
     def wrapped(self, backward: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap accelerator.backward to accumulate the batches of an optimizer step."""
+        """Wrap accelerator.backward to sum gradients over batches and run the step with the last."""
 
         def wrapped(loss: Any, **kwargs: Any) -> None:
             trainer: Any = self._trainer()
@@ -131,7 +132,7 @@ class UserSteps:
 
     @contextmanager
     def unchecked(self) -> Iterator[None]:
-        """Permit an optimizer step without an update; schedulers require one before they step."""
+        """Permit optimizer steps without an update; schedulers require one before they step."""
         self._checks = False
         try:
             yield
@@ -139,7 +140,7 @@ class UserSteps:
             self._checks = True
 
     def check_step(self) -> None:
-        """Fail unless the weights were updated once since the last optimizer step."""
+        """Raise ModelError unless the weights were updated once since the last optimizer step."""
         if not self._checks:
             return
         trainer: Any = self._trainer()
