@@ -2,9 +2,9 @@
 
 The model's own forward code determines the calls. The call of each site goes through an autograd
 function (wrapping.py) with its own forward and backward, and gradients are passed to the optimizer
-by gradients.py. When autograd has finished, the step ends: with clipping or loss scaling, the held
-gradients get their factor, and the next forward is prepared. User code is therefore `loss =
-model(**batch).loss; loss.backward()`.
+by gradients.py. When autograd has finished, the step ends: updates that have waited for the norm
+are queued with the clipping factor, and the next forward is scheduled. User code is therefore
+`loss = model(**batch).loss; loss.backward()`.
 """
 
 from __future__ import annotations

@@ -329,7 +329,7 @@ class PendingGradients:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def release(self, number: int) -> None:
-        """Free the gradients that a group's update has used, or only record the use in `used`."""
+        """Free a group's used gradients or, if the step keeps gradients, record the group."""
         with self.lock:
             step = self.steps.current
             if step.keeps_gradients:

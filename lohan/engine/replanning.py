@@ -115,7 +115,7 @@ class Replanner:
         return self.after_step(spans, step_s=self._last_s - then_s)
 
     def _look(self, spans: list[Span], *, step_s: float) -> Decision:
-        """Measure the machine by one step, and return a better plan with its forecast, if any.
+        """Measure the machine by one step, and decide whether a better plan is followed.
 
         Only compute from the start of the last forward to the start of a call without gradients
         counts. Other compute was an evaluation, a run of the step that was repeated, or a call

@@ -306,17 +306,17 @@ class Session:
 
     @property
     def accumulates(self) -> bool:
-        """Whether backward adds its gradients to sums or to `.grad` instead of running a step."""
+        """Whether a backward runs no step of its own, as inside `accumulate`."""
         return self.executor.collector.accumulated is not None
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
         """Run one step with the sums of the gradients of all `backward` calls in the `with` body.
 
-        As in PyTorch, the optimizer runs after the last of these calls.
-        Weights are transferred once per call. One larger batch, divided into micro-batches,
-        transfers them once in total and needs no memory for gradients. The sums are held in host
-        memory. If the plan leaves too little for them, the session continues with one that does.
+        The optimizer runs when the body ends. Weights are transferred once per call. One larger
+        batch, divided into micro-batches, transfers them once in total and needs no memory for
+        gradients. The sums are held in host memory. If the plan leaves too little for them, the
+        session continues with one that does.
         """
         if not self.accumulates:
             self.make_room_for_sums()

@@ -5,8 +5,8 @@
     from lohan.hf import DPOTrainer     # and KTOTrainer, ORPOTrainer, CPOTrainer, RewardTrainer
 
 Callbacks, logging, evaluation, schedules and checkpoints are those of the library. There are two
-differences. The optimizer updates each block inside backward, and its state is never in memory as a
-whole. A checkpoint holds weights, schedule and random state; resuming opens the existing store.
+differences. The optimizer updates each block inside backward, and its state is never completely in
+memory. A checkpoint holds weights, schedule and random state; resuming opens the existing store.
 """
 
 from __future__ import annotations

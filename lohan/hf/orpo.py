@@ -20,8 +20,8 @@ from lohan.hf.trl import OverTokens, Part, StandIn
 class Concatenated(OverTokens):
     """The common part of ORPO and CPO, which run both answers as one batch.
 
-    TRL computes all logits of that batch. Here they never exist as a whole, so `logits/chosen`
-    and `logits/rejected` in the log are means over the tokens that have a loss.
+    TRL computes all logits of that batch at once. Here they are computed in slices, so
+    `logits/chosen` and `logits/rejected` in the log are means over the tokens that have a loss.
     """
 
     def __init__(self, *args: Any, **named: Any) -> None:

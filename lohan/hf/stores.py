@@ -82,7 +82,7 @@ class OutputStore:
         return self._dirs_of(self._store_name())
 
     def _store_name(self) -> str:
-        """Return the name of the store of the new training or, without one, of the current store."""
+        """Return the name of the new training's store or, without one, of the current store."""
         mark = self._replacing or read_mark(self._out)
         return STORE_FOLDER if mark is None else mark.store
 

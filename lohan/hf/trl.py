@@ -410,7 +410,7 @@ class WithReference(OverTokens):
 
 
 def _has_no_rows(named: Mapping[str, Any]) -> bool:
-    """Return whether one of a trainer's datasets cannot be numbered row by row."""
+    """Return whether a dataset is an IterableDataset, whose rows cannot be numbered."""
     datasets = [named.get("train_dataset"), named.get("eval_dataset")]
     every = [d for one in datasets for d in (one.values() if isinstance(one, dict) else [one])]
     return any(isinstance(dataset, IterableDataset) for dataset in every)

@@ -91,7 +91,7 @@ class UserSteps:
                 session.updates_in_backward = before
 
     def wrapped(self, backward: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap accelerator.backward to sum gradients over batches and run the step with the last."""
+        """Wrap accelerator.backward to sum gradients of batches, and run the step with the last."""
 
         def wrapped(loss: Any, **kwargs: Any) -> None:
             trainer: Any = self._trainer()
