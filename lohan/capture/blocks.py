@@ -46,7 +46,7 @@ from lohan.util.units import align_up
 # own. For a list inside a list, the children of the inner list are sites. Outside the lists, every
 # leaf module that has a matrix (embedding, head, projection) is a site too. The remaining
 # parameters, norms and single vectors, form one small group that stays in memory for the whole run
-# (`RESIDENT`). Parameters that take no gradient form a second group of the same site, which is
+# (`RESIDENT`). Parameters that require no gradient form a second group of the same site, which is
 # never updated. A layer that is wrapped by an adapter is one site, wherever it is.
 
 

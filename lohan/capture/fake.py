@@ -1,9 +1,9 @@
 """Fake tensors: shapes without memory, and with the values of some inputs if a model needs them.
 
 Some models choose operations by integers and masks, such as the positions of images and the lengths
-of sequences, and a few by other inputs, such as padding images. Values that are `known` are real:
-an operation that reads only real tensors really runs, and everything that depends on weights is
-fake.
+of sequences, and a few by other inputs, such as padding images. Inputs with known values are real
+tensors. An operation that reads only real tensors is executed. All other results are fake,
+including everything that depends on weights.
 """
 
 from __future__ import annotations

@@ -205,7 +205,7 @@ def with_old_values(saved: OldValues) -> Iterator[None]:
 # -- A forward that runs the operations of its recomputation and saves nothing ---------------------
 #
 # Operations may depend on whether a graph is recorded: attention kernels also return what backward
-# needs, a matrix product folds dimensions differently if an input takes a gradient, and modules
+# needs, a matrix product folds dimensions differently if an input requires a gradient, and modules
 # check whether gradients are enabled. A result that is kept in forward can only be reused in
 # recomputation if both run the same operations. Forward therefore records a graph too, but one that
 # saves no tensor and is discarded at the end of the call.

@@ -348,7 +348,7 @@ class SavedCall:
 
     @property
     def grad_inputs(self) -> list[torch.Tensor]:
-        """The inputs that take a gradient."""
+        """The inputs that require a gradient."""
         return [
             t
             for t, takes_gradient in zip(self.tensors, self.wants_grad, strict=True)
@@ -356,7 +356,7 @@ class SavedCall:
         ]
 
     def evict_inputs(self) -> None:
-        """Free the inputs that take a gradient, after they were copied to another tier."""
+        """Free the inputs that require a gradient, after they were copied to another tier."""
         self.restore_inputs([tensor.new_empty(0) for tensor in self.grad_inputs])
         self.evicted = True
 

@@ -19,7 +19,7 @@ from lohan.capture.fake import DispatchMode
 from lohan.device import accelerator
 from lohan.errors import LohanError
 
-# -- What an operation must satisfy for its result to be stored or left out ------------------------
+# -- When the result of an operation can be saved, and when the operation can be skipped -----------
 #
 # This is decided from the operation's schema and from the tensors themselves. Names matter in three
 # cases: operations that autograd and fake tensors insert by themselves are not counted, one view

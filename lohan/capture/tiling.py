@@ -536,8 +536,8 @@ def _record_calls(
     handles = []
     with collecting(), faked(module, leaves) as (inputs, parameters):
         weights = {storage_key(p.requires_grad_(p.is_floating_point())) for p in parameters}
-        # What autograd saves depends on which inputs take a gradient. The parts are used for later
-        # calls too, so they must not depend on it: the first call may have no gradients.
+        # What autograd saves depends on which inputs require a gradient. The parts are used for
+        # later calls too, so they must not depend on it: the first call may have no gradients.
         inputs = [_with_gradient(leaf) for leaf in inputs]
         a, k = pytree.tree_unflatten(inputs, spec)
         for name, child in module.named_modules():

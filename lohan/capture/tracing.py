@@ -381,8 +381,8 @@ def inventory(
 ) -> Inventory:
     """Trace one slice of a call and return what it could keep.
 
-    The arguments give the shapes and say which tensors take a gradient; if none does, the first
-    one is used. `forward` replaces the module's own forward.
+    The arguments give the shapes and show which tensors require grad. If none does, the first
+    floating-point tensor does. `forward` replaces the module's own forward.
     """
     run = forward or module.__call__
     leaves, spec = pytree.tree_flatten((args, kwargs or {}))

@@ -28,7 +28,7 @@ from lohan.model.layout import local_rank
 from lohan.planner.memory import card_overhead
 from lohan.util.units import PAGE, counted, format_bytes
 
-# -- The only place for calls that torch offers under a backend's own name -------------------------
+# -- All calls that torch offers only under the name of a backend ----------------------------------
 #
 # Each function has a fallback for backends that do not offer the call.
 
@@ -90,7 +90,7 @@ def load_libraries(device: torch.device) -> None:
     """Create the handles of matrix libraries on the calling thread and on autograd's.
 
     The handles take memory outside torch's allocator when they are first used. After this call, the
-    free memory is what is left for a run.
+    reported free memory is available to the run.
     """
     matrix = torch.ones(8, 8, device=device, requires_grad=True)
     with torch.enable_grad():

@@ -21,9 +21,9 @@ class SiteFootprint:
     * `peak_bytes` is the additional peak in backward: recomputation, and gradients of inputs and
       weights.
     * `forward_bytes` is the peak in forward.
-    * `offload_bytes` are the inputs that take a gradient, each aligned to `OFFLOAD_ALIGN`. If the
-      device has a memory of its own, they are moved to the host between forward and backward.
-    * `shared_bytes` are the part of `input_bytes` that takes no gradient, such as masks. They
+    * `offload_bytes` are the inputs that require a gradient, each aligned to `OFFLOAD_ALIGN`. If
+      the device has its own memory, they are moved to the host between forward and backward.
+    * `shared_bytes` are the part of `input_bytes` that requires no gradient, such as masks. They
       are not moved.
     """
 

@@ -209,7 +209,7 @@ class _Contents:
         self.out: set[int] = set()  # sites whose kept activations are on SSD
         # Chunks that were updated in memory and are outdated on SSD.
         self.unwritten = {(a.index, a.chunk) for a in buffers.behind if a.kind == Op.WRITE}
-        # Chunks whose weights are outdated on SSD. A log restores the rest of an update.
+        # Chunks whose weights are outdated on SSD. A log can restore their state.
         self.unwritten_weights = set(self.unwritten)
         self.replayed: set[int] = set()  # groups in slots with the weights of their last full state
         self.updated: set[tuple[int, int]] = set()  # chunks updated since the last C

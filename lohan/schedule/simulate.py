@@ -232,7 +232,7 @@ class SiteWork:
     # Bytes through device memory to sum the weight gradients of tiles and slices, and for the norm.
     summed_bytes: float = 0.0
     dequantised_bytes: float = 0.0  # bytes through device memory to unpack weights, in each pass
-    trained: float = 1.0  # share of the parameters that take a gradient
+    trained: float = 1.0  # share of the parameters that require a gradient
     head: bool = False
     no_backward: bool = False  # whether no gradient reaches the site
     at_once: bool = False  # whether gradients are computed in forward, slice by slice (the head)
@@ -344,7 +344,7 @@ class StepWork:
         return -(-self.groups[group] // self.chunk_params)
 
     def actions(self, group: int, number: int) -> int:
-        """Return the number of real actions that a joined chunk stands for."""
+        """Return the number of real actions that a joined chunk represents."""
         return -(-self.chunk(group, number) // self.chunk_params) if self.joined else 1
 
     def out_bytes(self, site: int) -> float:
