@@ -60,7 +60,7 @@ class KnownValues(IntEnum):
 
 @contextmanager
 def faking(values: KnownValues = KnownValues.SHAPES) -> Iterator[None]:
-    """Create only fake tensors in the `with` body, except those computed from known values.
+    """Make tensors created in the `with` body fake, unless they are computed from known values.
 
     Inside another `faking` context, the outer context stays in effect.
     """

@@ -323,7 +323,7 @@ class _Probe:
         return counter.peak
 
     def _new_input_bytes(self, call: SavedCall) -> tuple[int, int]:
-        """Return the bytes of inputs that no earlier site keeps, and of those without a gradient.
+        """Return the bytes of inputs that no earlier site keeps, and how many need no gradient.
 
         The second number is part of the first. An input that several sites share, such as a mask,
         is counted once.

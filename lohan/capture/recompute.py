@@ -408,7 +408,7 @@ class SlicedCompute:
         part: slice,
         inputs: list[Gathered],
     ) -> None:
-        """Run forward and backward of one slice. Only the gradients remain."""
+        """Run forward and backward of one slice, and release everything but the gradients."""
         saved = call.saved_ops[number]
         tensors = call.inputs(part, grad=True)
         fast = self.compiled.recompute(block.number) if saved is None else None

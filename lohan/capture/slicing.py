@@ -241,7 +241,7 @@ def _slice(call: SavedCall, cut: Cut, run: Run, part: slice, *, invalid: bool = 
 
 
 def _rows(both: Any, first: Any, second: Any, *, values: bool) -> int:
-    """Return the rows of an output that belong to a sample; 0 if the output is the same for all."""
+    """Return the number of rows of an output per sample; 0 if all samples share the output."""
     if first.shape == second.shape == both.shape:
         if values and not (agree(both, first) and agree(both, second)):
             raise NotSliceable("has a result that depends on all samples")

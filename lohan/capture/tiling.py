@@ -104,7 +104,7 @@ class TiledForward:
             raise
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Find the parts for this kind of call, unless known, before a call of it is recorded."""
+        """Find and store the parts for this kind of call, before a call of it is recorded."""
         stream, kind = _stream((args, kwargs)), self._kind(args, kwargs)
         if stream is None or kind in self._parts:
             return
@@ -143,7 +143,7 @@ def _stream(arguments: Any) -> torch.Tensor | None:
 
 @contextmanager
 def _installed(parts: Sequence[_Part]) -> Iterator[None]:
-    """Temporarily replace the forwards of modules by those of their parts, which run in tiles."""
+    """Temporarily replace the forwards of the modules of parts by forwards in tiles."""
     before = [vars(part.module).get("forward") for part in parts]
     try:
         for part in parts:
@@ -466,7 +466,7 @@ _KNOWN: WeakKeyDictionary[nn.Module, dict[Hashable, Cuts]] = WeakKeyDictionary()
 def find_parts(
     module: nn.Module, forward: Forward, args: Any, kwargs: Any, *, known_cuts: dict[Hashable, Cuts]
 ) -> Cuts:
-    """Return the largest position-wise parts of a block's call in which tiles save memory.
+    """Return the cuts of the largest position-wise parts of a block in which tiles save memory.
 
     `known_cuts` holds the parts of the model's blocks by kind of call, and is updated. A block that
     was tried for a plan is not tried again for a run, unless the trial failed.

@@ -28,7 +28,7 @@ class IntegratedDevice(AcceleratorDevice):
         return 0
 
     def overhead(self, host_bytes: int) -> dict[str, int]:
-        """Return the memory that no buffer accounts for, as a part of the single budget."""
+        """Return the bytes that no buffer accounts for, by owner, as part of the host budget."""
         return card_overhead(host_bytes, host_bytes)
 
     def allocate(self, count: int) -> torch.Tensor:

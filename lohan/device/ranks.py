@@ -263,7 +263,7 @@ class ProcessGroup:
     # -- caller: the caller's thread ---------------------------------------------------------------
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Return the values of all ranks in order; values are JSON."""
+        """Return the JSON values of all ranks, in the order of ranks."""
         return [value]
 
     def all_gather(self, shard: torch.Tensor) -> torch.Tensor:

@@ -124,7 +124,7 @@ class Blocks:
                 yield group, tensor
 
     def to_json(self) -> list[dict[str, object]]:
-        """Return the layout for the manifest; it suffices to read the store without the model."""
+        """Return the layout for the manifest; with it, the store can be read without the model."""
         return [
             {
                 "key": g.key,

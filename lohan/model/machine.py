@@ -99,7 +99,7 @@ class Profile:
 
     @property
     def usd_per_s(self) -> float:
-        """The cost per second of everything but the drives, which wear out by writes instead."""
+        """The cost per second of everything except the drives, whose cost is per written byte."""
         return (self.usd - sum(drive.usd for drive in self.drives)) / WRITTEN_OFF_S
 
     @property

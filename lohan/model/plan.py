@@ -39,7 +39,7 @@ MOST_CLIPPED = 0.25  # Default of `Plan.most_clipped`, for a machine that was no
 class RunOptions:
     """The user's decisions that a plan takes over as they are.
 
-    A setting that the engine reads from the plan is declared here, once.
+    Every setting of the user that the engine reads from the plan is declared here, once.
     """
 
     dtype: str  # fp32 | bf16 | fp16

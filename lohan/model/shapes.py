@@ -237,7 +237,7 @@ def gated_block(
 ) -> BlockShape:
     """Return a block with grouped-query attention and a gated MLP.
 
-    With `sandwich`, there are norms before and after both.
+    With `sandwich`, attention and MLP are each preceded and followed by a norm.
     """
     h = hidden
     parts = [

@@ -258,11 +258,11 @@ class Builder:
     # -- kept activations -------------------------------------------------------------------------
 
     def act_buffer(self, site: int) -> tuple[int, ...]:
-        """Take a host buffer for the site's activations if they move to or from SSD."""
+        """Take a host buffer for the site's activations; return () if they are not spilled."""
         return (self.acts.take(),) if site in self.spec.spilled_sites else ()
 
     def device_act_buffer(self, site: int) -> tuple[int, ...]:
-        """Take a device buffer for the site's activations if they are offloaded."""
+        """Take a device buffer for the site's activations; return () if they are not offloaded."""
         return (self.device_acts.take(),) if site in self.spec.offloaded else ()
 
     def offload_activations(
@@ -484,7 +484,7 @@ def commit_log(spec: ScheduleSpec, buffers: BufferState) -> tuple[Schedule, Buff
 
 
 def write_behind(spec: ScheduleSpec, buffers: BufferState) -> tuple[Schedule, BufferState]:
-    """Return the writes that forward left to the following backward, if no backward follows."""
+    """Return the writes that forward left to backward, for a forward that no backward follows."""
     return Builder(spec, buffers).result()
 
 
@@ -576,8 +576,8 @@ class _GradientRooms:
 
     A backward takes the next room, and waits until the previous group in that room has freed it. A
     room in host memory is freed by an update or by a spill, a room on the device by the copy to the
-    host. A group whose gradients stay in host memory until the norm is known occupies none of the
-    rooms there.
+    host. A group whose gradients stay in host memory until the norm is known occupies no room
+    there.
     """
 
     def __init__(self, spec: ScheduleSpec) -> None:

@@ -134,7 +134,7 @@ def check_order(spec: ScheduleSpec, order: ExecutionOrder) -> None:
 
 
 def steps(spec: ScheduleSpec, order: ExecutionOrder, count: int) -> Iterator[Phases]:
-    """Yield the phases of the first `count` steps, all of them in the same order."""
+    """Yield the phases of the first `count` steps, all with the same order of sites."""
     return chain_of(spec, order, (order.updates.every_step_commits,) * count)
 
 
