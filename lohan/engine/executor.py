@@ -393,7 +393,10 @@ class Executor:
             self.collector.accumulated = None
 
     def _keep_gradients(self) -> None:
-        """Let this backward add its gradients to `.grad`; raise LohanError if they are scaled."""
+        """Let this backward add its gradients to `.grad` instead of running a step.
+
+        With several ranks or a loss scale, this raises LohanError.
+        """
         if self.process_group.several or self._unscale_divisor != 1.0:
             what = "fp16" if self.plan.dtype == "fp16" else f"{self.process_group.world} ranks"
             raise LohanError(

@@ -380,7 +380,7 @@ class SlicedHead:
         return bool(getattr(self.model.config, "output_router_logits", False))
 
     def _rest(self, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the model's own forward; the loss it returns has all terms except the token loss.
+        """Return the output of the model's own forward, with a loss that lacks only the token loss.
 
         Decoder, head and loss function are replaced by stand-ins, so no logits are
         computed.

@@ -73,10 +73,9 @@ class OffloadPolicy:
     with this `profile`), "recompute" (only the inputs), "all", exact classes, or the choice of
     another policy ("static", "capuchin", "checkmate", "g10").
 
-    `run_again` states that the loop
-    checks `session.must_run_again` after every backward and, if it is True, runs the same batch
-    again from the random state before it. Updates then need not wait for the norm even if memory
-    cannot hold all gradients.
+    `run_again` states that the loop checks `session.must_run_again` after every backward and, if it
+    is True, runs the same batch again from the random state before it. Updates then need not wait
+    for the norm even if memory cannot hold all gradients.
     """
 
     activations: str | Kept = "holistic"

@@ -85,7 +85,7 @@ class Step:
     keeps_gradients: bool = False
     used: list[int] = field(default_factory=list)
     decision: Decision | None = None
-    factor: float = 1.0  # clipping multiplies the gradients of updates that have waited by it
+    factor: float = 1.0  # the clipping factor for updates that wait for the norm
     meta: dict[str, Any] = field(default_factory=dict)  # the metadata that its commit records
 
     @property

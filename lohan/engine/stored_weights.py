@@ -246,7 +246,7 @@ def given_dtype(parameter: nn.Parameter) -> torch.dtype:
 
 
 def _given_dtype(model: nn.Module) -> torch.dtype:
-    """Return the most common dtype of the adapter or, without one, of all parameters."""
+    """Return the dtype for saving: the most common one of the adapter's or all parameters."""
     adapted, sizes = is_adapted(model), Counter[torch.dtype]()
     for parameter in model.parameters():
         if parameter.requires_grad or not adapted:

@@ -299,7 +299,7 @@ def _check_optimizer(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 def _attached_name(parameter: Any) -> str | None:
-    """Return the name of an attached parameter or of its original, and None for any other."""
+    """Return a name, for messages, of a parameter whose values are in a store, otherwise None."""
     if isinstance(parameter, AttachedParameter):
         return parameter.label[0]
     stored = getattr(parameter, "moved_to", None)
