@@ -324,7 +324,8 @@ class Result:
     @property
     def repeats(self) -> bool:
         """True if another call with the same arguments has the same result."""
-        # Tensors among the leaves are on the host, for example the seed of an attention kernel.
+        # The leaves hold layouts in place of tensors, except tensors on the host, such as the seed
+        # of an attention kernel.
         has_host_tensors = any(isinstance(leaf, torch.Tensor) for leaf in self.leaves)
         return not has_host_tensors and not self.in_place and self.random is None
 
@@ -839,7 +840,7 @@ class _Learner(DispatchMode):
             self._needed.add(maker)
 
     def save(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Mark a tensor that autograd saves as needed, and return it detached from the graph."""
+        """Mark as needed a tensor that autograd saves, and return it detached from the graph."""
         self._look_for_unseen_writes([tensor])
         self.need(tensor)
         # Returning the tensor itself would let the graph refer to itself through its result.

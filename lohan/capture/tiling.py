@@ -697,8 +697,8 @@ def _has_tokens(dim: int, both: torch.Tensor, one: torch.Tensor, other: torch.Te
 def _stand_ins(part: nn.Module) -> Iterator[None]:
     """Temporarily replace parameters, and buffers without values, by small substitutes.
 
-    A dependence between tokens shows whatever the values are, so substitutes that use little memory
-    are sufficient.
+    A dependence between tokens can be detected with any values, so substitutes that use little
+    memory are sufficient.
     """
     others: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     for child in part.modules():

@@ -125,7 +125,7 @@ def read_samples(
     of_image: Callable[[Path], np.ndarray],
     progress: OnProgress,
 ) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
-    """Yield for every example where it is in the data, for messages, and its arrays by name."""
+    """Yield the location of every example, for use in messages, and its arrays by name."""
     progress(0, len(samples))
     for number, sample in enumerate(samples):
         arrays = _arrays(sample, companions, of_image)

@@ -7,7 +7,8 @@ in place.
 Note [who owns a buffer]
 A buffer belongs to one lane at a time and changes lanes only through an event. Lane threads wait
 for events on the host, so an operation that the schedule calls done has completed, on every lane.
-Streams wait for each other only while a block runs, for the slices that are copied meanwhile.
+One stream waits for another only during the call of a block, whose slices are copied while others
+are computed.
 
 Note [long-lived buffers]
 A caching allocator reuses memory on the stream that allocated it, even if other streams still use

@@ -280,7 +280,7 @@ class LoggedGradients:
 def _gradients_in(
     data: HostBuffer, logged: LoggedGroup
 ) -> Callable[[TensorRange], torch.Tensor | None]:
-    """Return a function that returns a range of a packed chunk, or None without a gradient."""
+    """Return a function from a tensor range to its gradient in `data`, None if there is none."""
     flat = data.tensor(logged.dtype)
 
     def grad_of(own_range: TensorRange) -> torch.Tensor | None:

@@ -105,7 +105,7 @@ class WrappedSite:
         self.check_values(call)
         self._check_hidden(call)
         inputs = call.detach()
-        # No earlier block takes a gradient either.
+        # If this block trains nothing and no input requires a gradient, no earlier block needs one.
         if not self._trained and not any(call.wants_grad):
             with torch.no_grad():
                 leaves, spec = executor.block_runner.forward(self, call, backward_follows=False)

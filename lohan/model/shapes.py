@@ -27,7 +27,8 @@ class Activation:
     elements: float
     flops: float
     flops_per_context: float = 0.0
-    # True inside a position-wise part of the block. With tiles, only those of one tile exist.
+    # True if the tensors are inside a position-wise part of the block. With tiles, only the
+    # tensors of one tile exist at a time.
     tiled: bool = False
 
     def flops_at(self, seq: int) -> float:

@@ -417,8 +417,9 @@ class DeviceMemoryModel:
                 stream=host.stream,
                 outside=host.footprint.outside,
                 head=host.head_work(plan),
-                # Backward holds two gradients of hidden states for the whole batch. The work of a
-                # block includes the part of one slice.
+                # Backward holds two gradients of the hidden state of the whole batch. The part of
+                # the current slice is counted in the work of its block, so only the other slices
+                # are added.
                 other_slices=2 * int((1 - host.slice) * host.stream),
                 head_gradients=0 if plan.head_alone else plan.world * self._gradients_of(head),
                 groups=plan.device_grads,
@@ -911,8 +912,8 @@ class MemoryModel:
             moved=inputs + kept if moved else 0,
             forward=site.forward_bytes,
             work=max(0, site.peak_bytes - kept // self.slices),
-            # Backward holds two gradients of hidden states for the whole batch. The work of a
-            # block includes the part of one slice.
+            # Backward holds two gradients of the hidden state of the whole batch. The part of
+            # the current slice is counted in the work of its block, so only the others are added.
             streams=2 * (self.stream - self.stream // self.slices),
         )
 

@@ -66,8 +66,8 @@ class PlanProblem:
     in_one_memory: bool = False
     drive_bytes: int = 0  # bytes available on the drives for all ranks; 0 if not known
     drives: int = 0
-    # The bytes available on the drives for a run's store, if they limit only a log; None if not
-    # known.
+    # The bytes available for the run's store where they limit only the choice of a log, unlike
+    # `drive_bytes`, which limits every plan. None if not known.
     log_room: int | None = None
 
     @cached_property

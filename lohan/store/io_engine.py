@@ -254,7 +254,7 @@ class Volume:
     # -- further files, addressed by offset: the log of gradients ---------------------------------
 
     def open_file(self, path: Path, *, size: int, create: bool) -> int:
-        """Open a file besides those of the layout and return its number; `close` closes it."""
+        """Open a file outside the layout and return its number; `close` closes all files."""
         if not create and (actual := path.stat().st_size if path.exists() else 0) != size:
             raise StoreError(
                 f"{path}: has {actual} bytes, {size} expected; it was cut or altered;"

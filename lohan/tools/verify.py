@@ -163,10 +163,10 @@ def judge_weights(
 
 
 def _allowances(step: Sequence[Difference], noise: dict[str, float]) -> list[float]:
-    """Return, for every tensor, how much noise may add to its distance.
+    """Return, for every tensor, the distance that noise may cause.
 
-    A weight that moves in the opposite direction is off by twice its update. The share of such
-    weights is estimated from the median tensor.
+    If noise reverses the update of a weight, the weight is off by twice its update. The share of
+    such weights is the median of the estimates for the tensors.
     """
     shares = [(noise[each.name] / each.update) ** 2 / 4 for each in step if each.update]
     share = min(1.0, median(shares)) if shares else 0.0

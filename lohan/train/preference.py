@@ -276,8 +276,8 @@ def orpo(a: Answers, c: PreferenceConfig) -> tuple[torch.Tensor, torch.Tensor]:
 def kto(a: Answers, c: PreferenceConfig) -> tuple[torch.Tensor, torch.Tensor]:
     """Return KTO losses and rewards.
 
-    A desirable answer should gain more on the reference than mismatched answers do; an undesirable
-    answer should gain less.
+    Relative to the reference model, a desirable answer should gain more log-probability than
+    mismatched answers do on average, and an undesirable answer should gain less.
     """
     assert a.desirable is not None
     gains, mismatched = a.halves(a.ratios)

@@ -305,7 +305,7 @@ def check_before_resume(
 def schedule_note(
     before: TrainConfig, now: TrainConfig, step: int, planned: int, total: int
 ) -> str:
-    """Return a note on the learning rate after a change of settings or steps; "" without one.
+    """Return a note on the learning rate, or "" if neither it nor the number of steps changes.
 
     `before` and `planned` are the settings and steps of the run, `now` and `total` the new ones.
     """
