@@ -88,7 +88,7 @@ def test_growth_prices_plans_and_steps_of_any_size(
     assert second["step ms"] == rows[1]["step ms"] - rows[0]["step ms"]
 
 
-def test_every_script_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_imports_every_benchmark_script(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scripts and their sides can be imported; the slow tier tests what they do."""
     for folder in (ROOT / "benchmarks", ROOT / "benchmarks" / "paper"):
         monkeypatch.syspath_prepend(str(folder))

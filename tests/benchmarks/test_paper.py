@@ -59,7 +59,7 @@ def test_four_gpus_are_within_20_percent(points):
     assert all(abs(error) <= 0.2 for error in actual.values()), actual
 
 
-def test_the_card_by_systems_that_only_compute(points):
+def test_one_compute_rate_fits_systems_not_used_to_derive_it(points):
     """One rate of forward and backward fits two systems that were not used to derive it."""
     peer = errors(points, lambda p: p.policy == "slideformer" and p.unit == "tokens/s")
     assert len(peer) == 2 and max(map(abs, peer.values())) < 0.05, peer

@@ -103,7 +103,7 @@ def test_round_trip(saved, tmp_path):
     assert not torch.equal(logits(plain), logits(saved[0]))
 
 
-def test_runs_are_as_long_as_they_can_be():
+def test_joins_adjacent_rows_into_longest_runs():
     rows = torch.tensor([4, 5, 0, 1, 2, 3, 6])
     assert runs_of(rows, 10, [("a", 3), ("b", 4)]) == (
         Run("b", 10, 20),
@@ -136,7 +136,7 @@ def test_refuses_conversion_rule_that_changes_values(rule):
         assembled(rule, {"a": (3, 4)}, {"t": (3, 4)})
 
 
-def test_a_rule_that_cannot_be_followed_is_refused():
+def test_rejects_unsupported_conversion_rule():
     class Doubling:
         def add_tensor(self, target, name, pattern, tensor):
             self.tensor = tensor

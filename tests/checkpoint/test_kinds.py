@@ -79,7 +79,7 @@ def test_the_command_line_names_what_it_trains(cli, data, tmp_path):
     assert "lohan.load and lohan.attach" in ended.err
 
 
-def test_a_diffusers_folder(tmp_path):
+def test_loads_diffusers_folder_on_meta_and_rejects_unknown_class(tmp_path):
     pytest.importorskip("diffusers")
     from tests.support.diffusion_folders import loaded, save_pipeline
 

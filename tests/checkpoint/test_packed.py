@@ -67,7 +67,7 @@ def dequantised(model: nn.Module, packing: str) -> nn.Module:
 
 
 @pytest.mark.parametrize("packing", FORMATS)
-def test_a_tensor_packed_and_back(packing):
+def test_packed_tensor_dequantises_to_rounded_values(packing):
     for shape in ((7, 13), (130, 257), (3, 130, 65)):
         values = torch.randn(shape, generator=torch.Generator().manual_seed(1))
         spec = TensorSpec("w", shape, 0, 0, True, False, packing=packing)
@@ -110,7 +110,7 @@ def test_equals_peft_on_the_dequantised_base(packing, kind, options, tmp_path):
     assert_same(weights, same[1])
 
 
-def test_on_a_device_with_a_memory_of_its_own(tmp_path):
+def test_packed_base_trains_equally_on_emulated_device(tmp_path):
     """Packed weights are copied to it as they are; a block is dequantised there."""
     data = batches(2, batch=2, seq=16)
     runs = []
@@ -147,7 +147,7 @@ def test_biases_follow_their_slot_on_a_device(tmp_path):
     assert_same(runs[0][1], runs[1][1])
 
 
-def test_less_is_stored_and_read(tmp_path):
+def test_packed_base_stores_and_reads_fewer_bytes(tmp_path):
     data, collected = batches(2, batch=2, seq=16), {}
     for base in ("", "nf4"):
         model = adapted(small_model("llama"), target_modules=["q_proj"])

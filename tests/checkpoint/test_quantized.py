@@ -183,7 +183,7 @@ def test_scales_of_other_shapes_and_dtypes(kind, tmp_path):
     assert torch.equal(tensors.read_flat("w", 13, 41), expected[13:41])
 
 
-def test_every_byte_of_mxfp4(tmp_path):
+def test_mxfp4_decodes_every_byte_as_transformers(tmp_path):
     blocks = torch.arange(256, dtype=torch.uint8).view(2, 4, 2, 16)
     scales = torch.tensor([0, 1, 100, 126, 127, 128, 200, 253] * 2, dtype=torch.uint8).view(2, 4, 2)
     save_file({"w_blocks": blocks, "w_scales": scales}, tmp_path / "model.safetensors")
@@ -279,11 +279,11 @@ def check_values(folder: Path, expected: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("bits", ["8", "4", "4 nested"])
-def test_bitsandbytes_is_its_formula(bits, tmp_path):
+def test_bitsandbytes_weights_match_formula(bits, tmp_path):
     check_values(tmp_path, bitsandbytes_folder(tmp_path, bits))
 
 
-def test_bitsandbytes_that_is_not_whole_is_refused(tmp_path):
+def test_rejects_incomplete_bitsandbytes_weights(tmp_path):
     held, _ = bitsandbytes_4bit("w", (6, 50), nested=True)
     (tmp_path / "config.json").write_text(
         '{"quantization_config": {"quant_method": "bitsandbytes"}}'
@@ -364,7 +364,7 @@ def compressed_folder(folder: Path, kind: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", COMPRESSED)
-def test_compressed_tensors_is_its_formula(kind, tmp_path):
+def test_compressed_tensors_weights_match_formula(kind, tmp_path):
     check_values(tmp_path, compressed_folder(tmp_path, kind))
 
 
@@ -487,7 +487,7 @@ def plain_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", GROUPED)
-def test_gptq_and_awq_are_their_formula(kind, tmp_path):
+def test_gptq_and_awq_weights_match_formula(kind, tmp_path):
     check_values(tmp_path, grouped_folder(tmp_path, kind))
 
 

@@ -462,7 +462,7 @@ def test_names_files_without_permission(locked, lohan, model, data, place):
     assert list(shut.iterdir()) == []
 
 
-def test_a_disk_that_fills_up(lohan, model, data, place, monkeypatch):
+def test_run_continues_after_full_disk_is_freed(lohan, model, data, place, monkeypatch):
     """A full disk during a run is one message, and the run continues when there is space again."""
     disk = place / "disk"
     disk.mkdir()

@@ -36,7 +36,7 @@ from tests.support.random_checkpoint import write_random_checkpoint
 # -- before a run ---------------------------------------------------------------------------------
 
 
-def test_no_model_folder(lohan, data, place):
+def test_rejects_missing_model_folder(lohan, data, place):
     refused(lohan(*arguments(place / "none", data, place / "run")), "none: no such folder", "fetch")
     assert snapshot(place) == {}
 
@@ -58,7 +58,7 @@ def test_model_folder_without_weights(lohan, model, data, place):
     assert snapshot(place) == before
 
 
-def test_no_data_file(lohan, model, place):
+def test_rejects_missing_data_file(lohan, model, place):
     ended = lohan(*arguments(model, place / "none.jsonl", place / "run"))
     refused(ended, r"none\.jsonl: no such file; check --data")
     assert snapshot(place) == {}
@@ -171,7 +171,7 @@ def test_disk_too_small(lohan, model, data, place):
     assert snapshot(place).keys() == {str(disk)}
 
 
-def test_out_is_a_file(lohan, model, data, place):
+def test_rejects_out_that_is_a_file(lohan, model, data, place):
     (place / "run").write_text("mine")
     refused(lohan(*arguments(model, data, place / "run")), "is a file; give a folder as --out")
     assert (place / "run").read_text() == "mine"
@@ -231,7 +231,7 @@ def test_out_holds_a_run(lohan, model, data, run):
 
 
 @pytest.mark.parametrize("command", ["resume", "export"])
-def test_not_a_run(lohan, place, command):
+def test_commands_reject_folder_that_is_not_a_run(lohan, place, command):
     more = ["--out", place / "model"] if command == "export" else []
     refused(lohan(command, place, *more), rf"{place} is not a run folder \(no run\.toml")
     refused(lohan(command, place / "none", *more), "none is not a run folder")

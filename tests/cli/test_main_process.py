@@ -143,6 +143,6 @@ def test_pipe_closed_after_the_first_line_ends_the_command():
     assert ended.stdout.count("\n") == 1
 
 
-def test_the_version():
+def test_prints_version():
     ended = process("-m", "lohan", "--version", stdout=subprocess.PIPE)
     assert (ended.returncode, ended.stdout) == (0, f"lohan {__version__}\n")

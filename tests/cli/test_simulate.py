@@ -20,7 +20,7 @@ SERVER = presets.machine("ratel-4090")
 GPT = presets.model("gpt-13b")
 
 
-def test_an_answer_for_programs(tmp_path):
+def test_simulation_result_is_json_with_trace(tmp_path):
     file = tmp_path / "trace.json"
     result = simulate_command(GPT, SERVER, "lohan", batch=16, seq=1024, trace=file)
     assert json.loads(json.dumps(result)) == result
@@ -31,7 +31,7 @@ def test_an_answer_for_programs(tmp_path):
     assert len(json.loads(file.read_text())["traceEvents"]) > 100
 
 
-def test_an_answer_for_people():
+def test_describes_simulation_and_refusal_in_text():
     lines = describe_simulation(simulate_command(GPT, SERVER, "lohan", batch=16, seq=1024))
     assert lines[0].startswith("lohan: the paper as published")
     assert any(line.startswith("tokens/s") for line in lines)
@@ -64,7 +64,7 @@ def table(**changes):
     return compare.compare_command(GPT, SERVER, **{**given, **changes})
 
 
-def test_a_table_over_batches():
+def test_compares_policies_over_batches():
     result = table()
     assert (result["over"], result["at"]) == ("batch", [8, 32])
     assert result["policies"]["zero-offload"][1] is None and result["policies"]["lohan"][1] > 1000
@@ -74,7 +74,7 @@ def test_a_table_over_batches():
     assert lines[4].split()[-1] == "-" and lines[-1].startswith("- zero-offload: device memory")
 
 
-def test_a_table_over_memory_and_over_drives():
+def test_compares_policies_over_host_memory_and_drives():
     hosts = table(batches=[8], hosts=[128 * 10**9, 512 * 10**9])
     assert hosts["fixed"] == {"batch": 8} and hosts["policies"]["zero-offload"][0] is None
     assert "128 GB" in compare.describe_comparison(hosts)[2]
@@ -92,7 +92,7 @@ def test_too_many_combinations_are_refused():
 
 
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
-def test_a_picture(tmp_path, suffix):
+def test_plots_comparison_to_image_file(tmp_path, suffix):
     pytest.importorskip("matplotlib")
     file = tmp_path / f"table{suffix}"
     compare.plot(table(), file)
@@ -102,7 +102,7 @@ def test_a_picture(tmp_path, suffix):
         compare.plot(table(), tmp_path / "table.txt")
 
 
-def test_a_picture_without_matplotlib(tmp_path, monkeypatch):
+def test_plot_names_missing_matplotlib_extra(tmp_path, monkeypatch):
     real = builtins.__import__
 
     def missing(name, *args, **kwargs):

@@ -48,7 +48,7 @@ def test_set_overrides_file_and_options(lohan, folder, tmp_path):
     assert not (out / "model").exists()
 
 
-def test_another_optimizer_in_a_run(lohan, folder, tmp_path):
+def test_run_keeps_its_optimizer_in_resume_and_eval(lohan, folder, tmp_path):
     """A run trains, resumes and evaluates with another optimizer, which it keeps."""
     out = tmp_path / "run"
     ended = lohan(*arguments(folder, out, "--optimizer", "lion", "--moments", "int8"))

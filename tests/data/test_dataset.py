@@ -326,7 +326,7 @@ def test_source_errors(tmp_path: Path) -> None:
     assert "holds no examples" in refusal(blank, tmp_path)
 
 
-def test_text_that_is_not_utf8(tmp_path: Path, model_dir: Callable[..., Path]) -> None:
+def test_rejects_text_that_is_not_utf8(tmp_path: Path, model_dir: Callable[..., Path]) -> None:
     text = tmp_path / "d.txt"
     text.write_bytes(b"abc\xff")
     assert "not UTF-8 text" in refusal(text, model_dir())
@@ -383,7 +383,9 @@ def test_template_errors(tmp_path: Path, model_dir: Callable[..., Path]) -> None
     assert "does not show where the assistant's turn begins" in got
 
 
-def test_nothing_left_to_train_on(tmp_path: Path, model_dir: Callable[..., Path]) -> None:
+def test_rejects_data_when_no_example_is_left(
+    tmp_path: Path, model_dir: Callable[..., Path]
+) -> None:
     row = {"prompt": "a long question", "completion": "no"}
     source = write(tmp_path / "d.jsonl", row, row)
     got = refusal(source, model_dir())

@@ -54,7 +54,7 @@ CASES += [(kind, "sdpa") for kind, _ in CASES if kind not in EAGER_ONLY]
 
 
 @pytest.mark.parametrize(("kind", "attention"), CASES)
-def test_loss_in_a_row_is_the_loss_alone(kind, attention, data, tmp_path):
+def test_packed_example_has_loss_of_unpacked_example(kind, attention, data, tmp_path):
     model = save_model(tmp_path / "model", CONFIGS[kind])
     model.set_attn_implementation(attention)
     model.config.use_cache = False
@@ -87,7 +87,7 @@ def test_loss_in_a_row_is_the_loss_alone(kind, attention, data, tmp_path):
     assert checked > 5
 
 
-def test_an_example_before_it_changes_nothing(tmp_path):
+def test_logits_ignore_previous_example_in_packed_row(tmp_path):
     """The mask, bit for bit: another first example in the row, the same second one."""
     model = save_model(tmp_path / "model", CONFIGS["llama"])
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
@@ -111,7 +111,7 @@ def test_evaluation_does_not_depend_on_packing(data, tmp_path):
     assert packed.tokens == apart.tokens == rows.summary.trained_tokens
 
 
-def test_a_packed_run_is_the_in_memory_run(lohan, data, tmp_path):
+def test_packed_run_matches_in_memory_training(lohan, data, tmp_path):
     save_model(tmp_path / "model", CONFIGS["llama"])
     out = tmp_path / "run"
     ended = lohan(

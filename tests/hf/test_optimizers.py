@@ -130,7 +130,7 @@ def own_optimizers(kind: type, out: Path, **changes: Any) -> Any:
     return trainer
 
 
-def test_an_optimizer_and_a_scheduler_that_are_passed(tmp_path, caplog):
+def test_passed_optimizer_and_scheduler_train_as_with_torch(tmp_path, caplog):
     """Momentum is cycled too. Parameters in no group keep their values, as with torch."""
     expected = own_optimizers(transformers.Trainer, tmp_path / "theirs")
     with caplog.at_level("WARNING"):

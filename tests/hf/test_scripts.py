@@ -285,7 +285,7 @@ def test_missing_trainer_is_named_with_the_reason():
     assert not hasattr(lohan.hf, "nothing_of_this_name")
 
 
-def test_a_second_trainer_in_the_same_folder(tmp_path):
+def test_second_trainer_in_folder_continues_training_and_replaces_store(tmp_path):
     model = small_model("llama")
     new_trainer(lohan.hf.Trainer, tmp_path, model=model).train()
     again = new_trainer(lohan.hf.Trainer, tmp_path, model=model)
@@ -310,7 +310,7 @@ def test_train_twice(tmp_path):
     same_weights(*(tmp_path / kind.__module__ for kind in reversed(BOTH)))
 
 
-def test_a_model_made_by_model_init(tmp_path):
+def test_model_init_makes_new_model_for_each_training(tmp_path):
     def init() -> nn.Module:
         return AutoModelForCausalLM.from_config(CONFIGS["llama"]())
 
@@ -417,7 +417,7 @@ def classified(place: Path, **settings: Any) -> list[Any]:
     return runs
 
 
-def test_accumulation_of_a_loss_that_is_a_mean(tmp_path):
+def test_accumulates_gradients_of_mean_loss_as_transformers(tmp_path):
     """Batches cannot be joined: their gradients are added."""
     runs = classified(
         tmp_path, per_device_train_batch_size=3, gradient_accumulation_steps=2, num_train_epochs=1
@@ -451,7 +451,7 @@ class Line(nn.Module):
         return (y,) if labels is None else (nn.functional.mse_loss(y, labels), y)
 
 
-def test_a_model_of_parameters_on_its_root(tmp_path):
+def test_trains_model_with_parameters_on_its_root(tmp_path):
     data = [{"x": float(n), "labels": 2.0 * n + 3} for n in range(8)]
     runs = []
     for kind in BOTH:

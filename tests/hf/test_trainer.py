@@ -260,7 +260,7 @@ def test_resumes_after_a_stop_and_after_a_crash(dies, tmp_path):
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
-def test_a_checkpoint_is_a_model(tmp_path):
+def test_checkpoint_folder_holds_model_weights_without_optimizer(tmp_path):
     trainer = script(lohan.hf.Trainer, tmp_path, save_strategy="steps", save_steps=3)
     actual = weights(tmp_path / "checkpoint-6")
     trainer.save_model(str(tmp_path / "last"))
@@ -270,7 +270,7 @@ def test_a_checkpoint_is_a_model(tmp_path):
     assert not (tmp_path / "checkpoint-3" / "optimizer.pt").exists()
 
 
-def test_a_model_without_weights_in_memory(tmp_path, monkeypatch):
+def test_trains_model_of_lohan_load_with_budget_from_environment(tmp_path, monkeypatch):
     """Built by lohan.load, budget and drives from the environment."""
     save_model(tmp_path / "base", CONFIGS["llama"])
     monkeypatch.setenv("LOHAN_HOST", "64MiB")

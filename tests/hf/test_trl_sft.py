@@ -97,7 +97,7 @@ def test_metrics_and_a_smoothed_loss(tmp_path):
         assert logged(runs[1], name) == pytest.approx(logged(runs[0], name), rel=1e-4), name
 
 
-def test_a_loss_weighted_by_its_probability(tmp_path):
+def test_dft_loss_matches_trl(tmp_path):
     """This also holds after the best model was loaded, which restarts the executor."""
     best = {"load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 3}
     runs = [

@@ -64,7 +64,7 @@ def test_without_dropout_or_in_parallel_a_block_keeps_less():
     assert gpt_block(**sizes, dropout=False, parallel=True).flops == pytest.approx(plain, rel=0.02)
 
 
-def test_a_llama_block():
+def test_llama_block_counts_elements_and_flops():
     h, kv, inner = 4096, 1024, 14336
     block = gated_block(parameters=1, hidden=h, queries=h, keys=kv, inner=inner)
     assert block.elements == 5 * h + (h + 2 * kv) + 4 * inner

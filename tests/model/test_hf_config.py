@@ -209,7 +209,7 @@ def test_a_paper_gpt_is_a_gpt2(tmp_path):
     assert presets.model("gpt-1.55b") == replace(from_config, temporaries=0.0)  # as published
 
 
-def test_a_dit_of_diffusers(tmp_path):
+def test_diffusers_dit_config_gives_parameter_counts(tmp_path):
     pytest.importorskip("diffusers")
     from tests.support.diffusion_folders import loaded, save_pipeline
 

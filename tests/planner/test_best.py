@@ -163,7 +163,7 @@ def test_commit_interval_spreads_cached_groups_and_writes_less():
     assert rarely.forecast.written_bytes < 0.75 * every.forecast.written_bytes
 
 
-def test_a_rough_forecast_of_very_many_chunks(monkeypatch):
+def test_rough_forecast_has_fewer_actions_and_same_bytes(monkeypatch):
     """A rough forecast has fewer actions and the same bytes.
 
     It is good enough to compare plans; with more actions it describes the chosen plan.

@@ -144,7 +144,7 @@ def test_compares_bytes_and_time_with_the_default_optimizer(optimizer, moments, 
     assert plain.forecast.step_s == usual.forecast.step_s
 
 
-def test_a_packed_base_under_adapters():
+def test_packed_base_shrinks_bytes_on_ssd():
     """A little more than a quarter of the base is stored, and read if it does not fit in memory."""
     plan_request = request("llama-3-70b", "rtx3090", batch=1, host=24 * GB)
     collected = {}

@@ -42,7 +42,7 @@ def test_preset_machines_have_all_figures(name):
     assert machine.flops_at(16384) > machine.flops_at(64) > 0
 
 
-def test_the_server_of_the_paper():
+def test_paper_presets_have_published_sizes_and_prices():
     machine = presets.machine("ratel-4090")
     assert len(machine.drives) == 12 and machine.drives[0].bytes == 3_840_000_000_000
     assert (machine.host_bytes, machine.device_bytes) == (768 * 10**9, 24 * 2**30)
@@ -55,7 +55,7 @@ def test_the_server_of_the_paper():
     assert presets.machine("dgx-a100").gpus == 8
 
 
-def test_a_model_from_a_file_or_its_folder(tmp_path):
+def test_loads_model_from_config_file_or_folder(tmp_path):
     file = tmp_path / "config.json"
     file.write_text(json.dumps(LLAMA))
     by_file, by_folder = presets.model(file), presets.model(str(tmp_path))
@@ -63,7 +63,7 @@ def test_a_model_from_a_file_or_its_folder(tmp_path):
     assert by_folder.name == str(tmp_path)
 
 
-def test_a_machine_from_a_file(tmp_path):
+def test_loads_machine_from_toml_file(tmp_path):
     machine = replace(presets.machine("rtx3090"), name="mine")
     file = tmp_path / "mine.toml"
     file.write_text(machine.to_toml())

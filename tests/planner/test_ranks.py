@@ -113,7 +113,7 @@ def test_step_is_not_shorter_than_the_traffic_of_a_shared_link():
     assert free.net_rate > 100e9 and not free.net_over_links
 
 
-def test_a_share_of_a_machine():
+def test_share_divides_host_drives_and_links():
     half = replace(MACHINE, link_limit=30e9).share(2)
     assert half.host_bytes == MACHINE.host_bytes // 2 and half.adam == MACHINE.adam / 2
     assert half.ssd_read == pytest.approx(MACHINE.ssd_read / 2)

@@ -262,12 +262,12 @@ def test_refuses_unanswerable_simulations(changes, batch, message):
         run(LOHAN, model(), machine(**changes), batch=batch, seq=64)
 
 
-def test_a_machine_without_drives():
+def test_lohan_needs_drives_and_zero_offload_does_not():
     outcome = run(LOHAN, model(), machine(drives=()), batch=1, seq=64)
     assert not outcome.feasible and "ssd" in outcome.reason
     assert run(policy("zero-offload"), model(), machine(drives=()), batch=1, seq=64).feasible
 
 
-def test_a_full_drive():
+def test_full_drive_is_infeasible():
     full = machine(drives=(replace(DRIVE, bytes=10**8),))
     assert "ssd" in run(LOHAN, model(), full, batch=1, seq=64).reason

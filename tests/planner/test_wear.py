@@ -95,7 +95,7 @@ def test_money():
     ]
 
 
-def test_no_percentages_of_wear():
+def test_wear_is_in_rated_lives_without_percentages():
     lines = wear_lines(DRIVES, 1e12, steps=8800)
     assert lines[1].startswith("8,800 steps: ") and "4.4 times the rated life" in lines[1]
     assert not any("%" in line for line in lines)
@@ -145,7 +145,7 @@ def test_activations_on_ssd_can_be_kept_off_it():
     assert {"--activations", "--host"} <= options and "--moments" not in options
 
 
-def test_the_cheapest_plan():
+def test_cheapest_plan_costs_at_most_fastest_and_sparing():
     """Its cost, including wear, is at most that of the fastest and of the sparing plan."""
     request = plan_request("qwen3-32b", batch=64, micro_batch=16, kind=StateKind("adamw", "int8"))
     machine = request.machine
@@ -197,7 +197,7 @@ def test_presets_show_memory_drives_and_prices():
 
 
 @pytest.mark.slow
-def test_more_memory_where_it_writes_less():
+def test_suggests_more_host_memory_when_it_writes_less():
     request = plan_request("qwen3-14b", batch=64, commit=None)
     machine_plan = with_alternatives(plan_for_machine(request))
     (more,) = (other for other in machine_plan.instead if other.option.startswith("--host"))

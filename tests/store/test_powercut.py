@@ -319,7 +319,7 @@ def test_power_cuts(scene: str, tapes: dict[str, tuple[Tape, Check]], tmp_path: 
 
 
 @pytest.mark.parametrize("left_out", ["data", "small files"])
-def test_a_missing_sync_shows(
+def test_power_cut_detects_missing_sync(
     left_out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same commits without one of their syncs do not survive the power cuts."""

@@ -314,7 +314,7 @@ def test_a_flipped_byte_is_found_at_the_first_read(whole: Path):
         assert_holds(store, 2)
 
 
-def test_when_reads_are_verified(whole: Path):
+def test_verify_setting_decides_which_reads_are_checked(whole: Path):
     key, chunk, nbytes = STATE[0]
     for when, first, second in (
         ("first-read", False, False),

@@ -25,7 +25,7 @@ from lohan.util.units import PAGE
 KEEP, PROMOTE = Recovery.KEEP, Recovery.PROMOTE
 
 
-def test_the_newest_committed_counts():
+def test_recovery_promotes_ranks_to_newest_commit():
     assert recovery_actions([CommitState(4, None), CommitState(4, 5)]) == (KEEP, KEEP)
     assert recovery_actions([CommitState(5, None), CommitState(4, 5)]) == (KEEP, PROMOTE)
     assert recovery_actions([CommitState(5, 6), CommitState(4, 5)]) == (KEEP, PROMOTE)

@@ -29,7 +29,7 @@ def states(findings: list[Finding]) -> dict[str, str]:
 # -- the command ----------------------------------------------------------------------------------
 
 
-def test_this_machine(lohan, tmp_path):
+def test_doctor_reports_every_subject_and_writes_nothing(lohan, tmp_path):
     ended = lohan("doctor", "--ssd", tmp_path)
     assert ended.code == 0, ended
     assert "a run can start here" in ended.out
@@ -55,17 +55,17 @@ def test_json_output_names_every_finding(lohan, tmp_path):
 
 
 @pytest.mark.skipif(not MEMORY.is_dir(), reason="no tmpfs at /dev/shm")
-def test_a_folder_in_memory():
+def test_warns_of_ssd_folder_in_memory():
     actual = doctor.check_ssd(MEMORY)
     assert any(f.state == WARNING and "lies in memory" in f.text for f in actual)
 
 
-def test_a_folder_that_cannot_be_written_to():
+def test_reports_ssd_folder_that_is_not_writable():
     actual = doctor.check_ssd(Path("/proc"))
     assert actual[-1].state == PROBLEM and "cannot be written to" in actual[-1].text
 
 
-def test_two_folders_on_one_drive(tmp_path):
+def test_warns_of_two_folders_on_one_drive(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
     (shared,) = doctor.check_shared([tmp_path / "a", tmp_path / "b"])
@@ -143,7 +143,7 @@ def test_finds_the_mount_of_a_folder():
     assert nearest_mount(Path("/x"), []) is None
 
 
-def test_the_drive_below_this_folder(tmp_path):
+def test_finds_block_device_of_folder(tmp_path):
     """Any drive can be queried; the facts come from the kernel."""
     assert mount_of(tmp_path) is not None
     for drive in drives_of(tmp_path):

@@ -170,7 +170,7 @@ def test_rounded_moments_have_nothing_to_be_compared_with(verify):
     refused(ended, "--moments int8 rounds what PyTorch keeps in fp32", "--set train.moments=fp32")
 
 
-def test_a_model_without_weights(verify, inputs, tmp_path_factory):
+def test_rejects_model_folder_without_weights(verify, inputs, tmp_path_factory):
     empty = tmp_path_factory.mktemp("empty")
     (empty / "config.json").write_bytes((inputs / "model" / "config.json").read_bytes())
     ended, _ = verify(model=empty)
@@ -200,7 +200,7 @@ def test_verifies_adapters_against_peft(verify, dtype, tmp_path):
 @pytest.mark.parametrize(
     "base", ["nf4", *(pytest.param(one, marks=pytest.mark.slow) for one in ("int8", "fp8"))]
 )
-def test_a_packed_base(verify, base, tmp_path, monkeypatch):
+def test_packed_base_is_compared_with_dequantised_reference(verify, base, tmp_path, monkeypatch):
     """As PEFT on the dequantised base in memory; the base itself would be another model."""
     pytest.importorskip("peft")
     config = tmp_path / "lora.toml"
@@ -244,7 +244,7 @@ def test_dropout_is_off_in_both(verify, inputs, tmp_path_factory):
     assert "attn_pdrop" in result["notes"][0] and "resid_pdrop" in result["notes"][0]
 
 
-def test_for_people(lohan, inputs, tmp_path):
+def test_prints_summary_of_passed_verification(lohan, inputs, tmp_path):
     (tmp_path / "run.toml").write_text(
         f'model = "{inputs}/model"\ndata = "{inputs}/data.jsonl"\nout = "run"\n'
         '[train]\nbatch = 2\nseq = 16\nlr = 1e-3\n[budget]\nhost = "2MiB"\n'
@@ -271,7 +271,7 @@ def attach_with(monkeypatch, **changed):
     monkeypatch.setattr(starting, "attach", other)
 
 
-def test_another_learning_rate(verify, monkeypatch):
+def test_detects_wrong_learning_rate(verify, monkeypatch):
     lr_at = AdamW.lr_at
     monkeypatch.setattr(AdamW, "lr_at", lambda own, step: 1.01 * lr_at(own, step))
     ended, result = verify()
@@ -307,7 +307,7 @@ def test_parameter_groups(verify, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
-def test_a_weight_read_wrong(verify, monkeypatch, dtype):
+def test_detects_one_weight_read_wrong(verify, monkeypatch, dtype):
     """One weight of 1536."""
     bad = "model.layers.1.mlp.up_proj.weight"
     read = FolderSource.read_flat
@@ -347,7 +347,7 @@ def test_bits_that_depend_on_the_mode(verify, monkeypatch):
 # -- what does not fit ----------------------------------------------------------------------------
 
 
-def test_a_copy_with_fewer_layers(verify):
+def test_layers_option_verifies_copy_with_fewer_layers(verify):
     ended, result = verify("--layers", 2)
     assert ended.code == 0, ended
     assert (result["layers"], result["all_layers"]) == (2, 3)
@@ -373,7 +373,7 @@ def test_model_that_does_not_fit_is_compared_with_fewer_layers(verify, monkeypat
     assert not any(name.startswith("model.layers.2.") for name in tensors)
 
 
-def test_not_even_one_layer_fits(verify, monkeypatch):
+def test_refuses_when_one_layer_exceeds_memory(verify, monkeypatch):
     monkeypatch.setattr(whole, "host_memory_bytes", lambda: 1000)
     ended, _ = verify()
     refused(ended, "one layer needs .* 800 B is available; lower --batch or --seq")

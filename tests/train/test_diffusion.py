@@ -212,7 +212,7 @@ def test_the_command_line(lohan, place, tmp_path):
     assert lohan("report", out).code == 0
 
 
-def test_the_folder_of_a_transformer_alone(place, tmp_path):
+def test_folder_without_scheduler_has_ddpm_noise_levels(place, tmp_path):
     """Without a scheduler the noise levels are those of DDPM."""
     shutil.copytree(place / "dit" / "transformer", tmp_path / "alone")
     (tmp_path / "alone-data").symlink_to(place / "dit-data")
@@ -423,7 +423,7 @@ def test_latents_larger_than_the_positions_of_sd3(place, tmp_path):
             net(**batch)
 
 
-def test_a_plan_for_more_than_the_positions_of_sd3(place, tmp_path):
+def test_rejects_latents_larger_than_sd3_positions(place, tmp_path):
     raw = json.loads((place / "sd3" / "transformer" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**raw, "pos_embed_max_size": 3}))
     config = config_for(place, "sd3", tmp_path / "run", model=tmp_path)

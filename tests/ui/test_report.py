@@ -220,7 +220,7 @@ def test_everything_is_escaped(report, run, tmp_path):
 # -- mistakes -------------------------------------------------------------------------------------
 
 
-def test_not_a_run(lohan, tmp_path):
+def test_report_rejects_folder_that_is_not_a_run(lohan, tmp_path):
     refused(lohan("report", tmp_path), "is not a run folder")
 
 
