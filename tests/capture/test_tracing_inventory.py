@@ -89,7 +89,7 @@ def test_flops_are_those_of_the_real_block():
     assert actual.shape.flops - sum(a.flops for a in actual.shape.activations) == last
 
 
-def test_order_and_names():
+def test_activation_classes_are_sorted_by_benefit_and_named_by_module():
     block, call = small_block("gpt2", batch=BATCH)
     actual = parts(block, call)
     benefits = [part.benefit for part in actual.classes]

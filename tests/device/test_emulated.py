@@ -48,7 +48,7 @@ def test_every_mode_works_with_the_least_memory(kind, mode, clip, tmp_path):
 
 
 @pytest.mark.parametrize(("slots", "overlap"), each_value([0, 1, 4], [True, False]))
-def test_slots_and_gradients(slots, overlap, tmp_path):
+def test_every_number_of_device_slots_equals_the_serial_path(slots, overlap, tmp_path):
     tuning = Tuning(window=2, device_slots=slots, device_grads=1 + slots % 2, cached=0.4)
     case = Case(kind="several", clip=CLIP * (slots % 2))
     check(case, tmp_path, tuning, mode="balanced", seed=2, overlap=overlap, device=emulated())
@@ -221,7 +221,7 @@ def test_host_memory_that_cannot_be_pinned(tmp_path):
 # -- choosing -------------------------------------------------------------------------------------
 
 
-def test_choosing_a_device():
+def test_opens_devices_by_name_and_rejects_wrong_options():
     assert isinstance(open_device("cpu"), CpuDevice)
     result = open_device("emulated", memory=3 * MiB, link=2e9)
     assert result.memory_bytes() == 3 * MiB and result.rates["h2d"] == result.rates["d2h"] == 2e9

@@ -11,7 +11,7 @@ from lohan.errors import DataError
 from lohan.model.layout import FlatGroup, TensorSpec
 
 
-def test_collectives_of_one_are_identities():
+def test_collectives_of_a_single_rank_return_their_input():
     value, shard = {"a": [1, None]}, torch.arange(3)
     assert join({}) is ALONE and (ALONE.world, ALONE.rank, ALONE.several) == (1, 0, False)
     assert ALONE.all_gather_object(value)[0] is value and ALONE.all_gather(shard) is shard

@@ -75,7 +75,7 @@ def together(forge: Forge, inputs: Path, tmp_path_factory: pytest.TempPathFactor
         (3, CLIPPED, ("--update-mode", "balanced", "--activations", "all")),
     ],
 )
-def test_the_run_of_one_rank(world, options, more, together, alone):
+def test_ranks_equal_the_run_of_one_rank(world, options, more, together, alone):
     """Five rows over two or three ranks: never the same number for each."""
     assert_equal_runs(together(world, *options, *more), alone(*options))
 
@@ -94,7 +94,7 @@ def test_ranks_equal_one_rank_in_16_bits(dtype, inputs, together, alone):
         assert (lohan_result[name].float() - tensor.float()).norm() < 0.1 * moved + 8 * u, name
 
 
-def test_evaluation_samples_and_the_best(forge, inputs, alone, tmp_path):
+def test_ranks_evaluate_and_export_the_best_as_one_rank(forge, inputs, alone, tmp_path):
     """Seven rows in batches of five: the last batch has fewer rows than there are ranks."""
     more = ("--eval-data", inputs / "held.jsonl", "--eval-every", 4, "--export-best", *FREE)
     out = tmp_path / "run"

@@ -21,7 +21,7 @@ def load_trainers(forge: Forge) -> None:
 
 
 @pytest.mark.parametrize("name", ["plain_module", "emulated"])
-def test_the_run_of_one_rank(name, forge, tmp_path):
+def test_ranks_equal_the_run_of_one_rank(name, forge, tmp_path):
     worlds = {}
     for world in (1, 2):
         ended = forked_ranks.case(forge, world, name, tmp_path / str(world))

@@ -244,7 +244,7 @@ def test_kill_between_commit_and_log_on_a_device(mode, forge, inputs, tmp_path):
     assert late == 1, "every kill came before the row of the step that was committed"
 
 
-def test_kill_while_loading(forge, inputs, whole, tmp_path):
+def test_run_killed_while_loading_can_be_started_again(forge, inputs, whole, tmp_path):
     """Nothing is committed: resume reports this, and the same command starts again."""
     out = tmp_path / "run"
     kill_at = whole[1].index("write done") + 4
@@ -256,7 +256,7 @@ def test_kill_while_loading(forge, inputs, whole, tmp_path):
     assert result(out) == whole[0]
 
 
-def test_kill_again_and_again(forge, inputs, whole, tmp_path):
+def test_run_finishes_although_resumed_processes_are_killed_too(forge, inputs, whole, tmp_path):
     """Every process is killed, including resumed ones, and the run still finishes."""
     out, expected = tmp_path / "run", whole[0]
     draw = random.Random(5)
@@ -272,7 +272,7 @@ def test_kill_again_and_again(forge, inputs, whole, tmp_path):
     assert result(out) == expected
 
 
-def test_kill_from_outside(forge, inputs, whole, tmp_path):
+def test_resumes_after_sigkill_at_a_random_moment(forge, inputs, whole, tmp_path):
     """A signal at a moment of the clock's choosing."""
     out = tmp_path / "run"
     run = forge.start("train", *arguments(inputs, out))

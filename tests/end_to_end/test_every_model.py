@@ -57,7 +57,7 @@ def test_a_sample_of_model_classes_is_exact(key, tmp_path):
     assert (row.status, row.reason, row.idle) == ("exact", "", "")
 
 
-def test_a_wrong_gradient_shows_where_it_is_rounding_alone():
+def test_reports_a_wrong_gradient_where_the_exact_one_is_zero():
     """A key's bias has a gradient of zero in exact arithmetic, 1e-11 here; the largest is 0.3."""
     model = build("masked", "bert")
     compare = Compare(model, batches_for("masked", model))
@@ -91,7 +91,7 @@ def test_results_equal_the_table_of_the_page():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", MAPPINGS)
-def test_every_class(kind):
+def test_every_model_class_is_exact_or_refused(kind):
     rows = list(sweep([(kind, model_type) for model_type in classes(kind)], jobs=1))
     by_status: dict[str, list[str]] = {}
     for row in rows:

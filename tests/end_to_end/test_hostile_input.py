@@ -334,9 +334,7 @@ KEYS = {
 
 
 @pytest.mark.parametrize(("name", "key"), [(n, key) for n, keys in KEYS.items() for key in keys])
-def test_small_files_with_a_right_checksum_and_wrong_types(
-    store: Path, name: str, key: str
-) -> None:
+def test_rejects_store_files_with_values_of_wrong_types(store: Path, name: str, key: str) -> None:
     right = (store / name).read_bytes()
     for value in WRONG:
         (store / name).write_bytes(right)

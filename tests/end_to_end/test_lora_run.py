@@ -113,7 +113,7 @@ def test_merged_export_equals_base_plus_adapter(lohan, inputs, tmp_path):
     assert ended.code == 2 and "add --merge" in ended.err.replace("\n", " ")
 
 
-def test_the_plan_shows_what_is_saved(lohan, inputs):
+def test_plan_of_a_lora_run_has_less_state_on_ssd(lohan, inputs):
     ssd = {}
     for rank in (0, 4):
         ended = lohan("plan", *inputs[:2], *inputs[4:], "--seq", 16, "--lora", rank, "--json")
@@ -141,7 +141,7 @@ def test_rejects_wrong_lora_options(options, message, lohan, inputs, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_shapes_alone_know_the_adapters(inputs):
+def test_shape_counts_the_adapter_parameters_of_the_model(inputs):
     shape = presets.model(str(inputs[1] / "config.json"))
     model = load(inputs[1], lora=4)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)

@@ -149,7 +149,7 @@ def test_resumed_with_one_rank_then_with_three(forge, inputs, tmp_path):
     assert_equal_runs(out, alone)
 
 
-def test_the_plan_of_a_rank(launched, forge, inputs, tmp_path):
+def test_dry_run_shows_the_plan_that_each_rank_follows(launched, forge, inputs, tmp_path):
     """The plan without a run equals that of the run, for the rows of its data."""
     words = arguments(inputs, tmp_path / "run", *EVEN, "--gpus", 2, "--dry-run", steps=5)
     shown = forge.run(*words)
@@ -209,7 +209,7 @@ def config_of(tmp_path: Path, *words: str):
     return load_config(None, assignments=[*fixed, *words])
 
 
-def test_names_in_ssd_stand_for_rank_and_machine(tmp_path):
+def test_replaces_host_and_rank_in_ssd_folders(tmp_path):
     folder = RunFolder(tmp_path / "run")
     config = config_of(tmp_path, 'budget.ssd=["/a/{host}/{rank}", "/b"]')
     assert folder.ssd_folders(config, 3) == [Path("/a") / platform.node() / "3", Path("/b")]

@@ -278,7 +278,7 @@ def test_no_command_touches_a_file_in_any_layout(part, inputs, tmp_path, call, m
 # -- one thing each -------------------------------------------------------------------------------
 
 
-def test_names_of_all_kinds(inputs, tmp_path, call, monkeypatch):
+def test_runs_in_folders_with_unusual_names(inputs, tmp_path, call, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("a [v2]", "st*r?", "-dash", "ümläut", "x" * 200):
         ssd = Path(f"drive {name}"[:200])

@@ -42,7 +42,7 @@ ANSWERS = [
 
 
 @pytest.mark.parametrize(("kind", "rows"), [("text", TEXTS), ("answers", ANSWERS)])
-def test_from_text_to_a_model(kind, rows, lohan, model, tmp_path):
+def test_trains_and_exports_a_model_from_a_text_file(kind, rows, lohan, model, tmp_path):
     data, out = write_rows(tmp_path / "data.jsonl", rows), tmp_path / "run"
     ended = lohan(
         "train",

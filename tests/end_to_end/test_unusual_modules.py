@@ -60,7 +60,7 @@ def test_streams_conditions_and_nested_lists(options, tmp_path):
     assert_close(weights, expected)
 
 
-def test_the_cut_of_nested_lists(tmp_path):
+def test_nested_lists_are_cut_into_their_modules(tmp_path):
     with attached(module_of(Streams), tmp_path) as session:
         assert site_names(session) == {
             "entry",
@@ -75,7 +75,7 @@ def test_the_cut_of_nested_lists(tmp_path):
         }
 
 
-def test_blocks_by_name(tmp_path):
+def test_only_named_modules_become_blocks(tmp_path):
     """Only what is named is a block; the rest falls into its layers."""
     with attached(module_of(Streams), tmp_path, blocks=["nested", "blocks.1"]) as session:
         assert site_names(session) == {

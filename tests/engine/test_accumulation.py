@@ -75,7 +75,7 @@ def test_gradients_add_up_as_in_pytorch(kind, clip, options, tmp_path):
             assert torch.allclose(actual[name], value, atol=2e-5), name
 
 
-def test_an_error_inside_drops_what_was_added(tmp_path):
+def test_error_during_accumulation_drops_the_gradients_added_so_far(tmp_path):
     model = small_model("llama")
     rows = batches(3, batch=2, seq=8)
     other = copy.deepcopy(model)

@@ -141,7 +141,9 @@ def test_a_session_that_is_dropped_resumes_from_its_last_commit(plain, tmp_path,
 
 
 @pytest.mark.parametrize(("clip", "back_to"), [(1e9, 7), (0.0, 5)])
-def test_an_error_in_backward(clip, back_to, plain, tmp_path, monkeypatch):
+def test_error_in_backward_changes_no_bit_of_later_steps(
+    clip, back_to, plain, tmp_path, monkeypatch
+):
     """Training continues to the same bits after an error in backward."""
     tuned(monkeypatch, Tuning(cached=0.5, spilled=0.0))
     model = net()
@@ -164,7 +166,7 @@ def _fail(*_: object) -> None:
     raise ArithmeticError("the model's own")
 
 
-def test_an_interrupt_between_steps_costs_none(plain, tmp_path, monkeypatch):
+def test_commits_every_finished_step_when_interrupted_between_steps(plain, tmp_path, monkeypatch):
     tuned(monkeypatch, Tuning(cached=0.5))
     with (
         pytest.raises(KeyboardInterrupt),
@@ -191,7 +193,7 @@ def test_a_new_plan_begins_with_a_commit(plain, tmp_path, monkeypatch):
 # -- when ---------------------------------------------------------------------------------------
 
 
-def test_commits_by_time(monkeypatch):
+def test_commits_a_step_if_the_next_would_end_too_late(monkeypatch):
     """A step commits if the next would end too late; the first ones of a plan in any case."""
     now = 0.0
     monkeypatch.setattr("lohan.engine.executor.time.monotonic", lambda: now)

@@ -24,14 +24,14 @@ class Known:
         return 2.0
 
 
-def test_rates_of_a_block():
+def test_block_point_measures_forward_and_backward_rates():
     probe: Any = Known()
     point = BlockPoint(probe, 4)
     point.measure(0.0)
     assert point.forward == point.backward == (4.0, 40.0)
 
 
-def test_the_head_does_the_work_that_it_counts():
+def test_flops_of_the_probe_head_equal_those_executed():
     sizes = Sizes(hidden=64, vocabulary=96)
     figure = head_figure(sizes, 8, CpuDevice())
     with FlopCounterMode(display=False) as counted:

@@ -60,7 +60,7 @@ def test_second_out_of_memory_is_an_error(tmp_path):
         assert session.step == 0
 
 
-def test_no_room_for_the_slots(tmp_path):
+def test_refuses_a_device_without_room_for_the_weight_slots(tmp_path):
     dataset = data(1)
     with pytest.raises(BudgetError, match=r"no room for \d weight slots.*--device-memory"):
         attached(net(), tmp_path, batch=dataset[0], device=Optimist(60 * KiB, says=500 * KiB))

@@ -86,7 +86,7 @@ def test_closed_session_resumes_from_its_store(model: Path, tmp_path: Path, expe
     assert all(torch.equal(actual[name], value) for name, value in expected.items())
 
 
-def test_nothing_is_written_twice(model: Path, tmp_path: Path) -> None:
+def test_second_commit_and_export_write_nothing_to_the_store(model: Path, tmp_path: Path) -> None:
     module, session = opened(model, tmp_path / "ssd")
     with session:
         train(module, session, 1)

@@ -272,7 +272,7 @@ def test_trains_only_the_head_of_a_classifier_past_a_new_plan(tmp_path):
         assert session.step == len(data)
 
 
-def test_nothing_to_train(tmp_path):
+def test_refuses_a_model_whose_parameters_are_all_frozen(tmp_path):
     with pytest.raises(lohan.LohanError, match="every parameter is frozen"):
         attached(small_model("llama").requires_grad_(False), tmp_path)
     assert not any(tmp_path.iterdir())

@@ -41,7 +41,7 @@ class Twice(nn.Module):
     "tied, micro_batch, expected",
     [(False, 1, sum(ROWS)), (True, 1, 2 * sum(ROWS)), (False, None, 260.0)],
 )
-def test_sums_are_fp32(tied, micro_batch, expected, tmp_path):
+def test_sums_gradients_of_micro_batches_in_fp32(tied, micro_batch, expected, tmp_path):
     """Without slices, one product has all rows and rounds once: 259 to 260."""
     model = Twice(tied).to(torch.bfloat16)
     sgd = lohan.SGD(lr=RATE, momentum=0.0)

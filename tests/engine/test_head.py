@@ -167,7 +167,7 @@ def test_a_loss_function_of_the_users_own_is_used(tmp_path):
         assert session.head is None
 
 
-def test_trying_a_model_leaves_no_trace():
+def test_finding_the_decoder_leaves_model_and_random_state_unchanged():
     model = small_model("gpt2")
     before = torch.random.get_rng_state()
     assert find_decoder(model) is model.transformer

@@ -98,7 +98,7 @@ def drive(lanes: Lanes, runner: Recorder, text: str, scalars: Any = None) -> Non
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("way", ["threads", "caller"])
-def test_order_and_waits(way, seed, make):
+def test_actions_run_in_lane_order_and_after_their_waits(way, seed, make):
     runner = Recorder(seed=seed)
     drive(make(runner, way=way), runner, TEXT)
     seen: dict[tuple[str, str], list[int]] = {}
@@ -143,7 +143,7 @@ def test_several_in_flight_on_the_ssd_lane(make):
     assert runner.events == [("complete", "R0"), ("complete", "R1")]
 
 
-def test_lanes_overlap(make):
+def test_update_and_read_are_in_flight_at_once(make):
     """An update and a read wait for each other to have begun: both are in flight at once."""
     runner = Recorder()
     both = threading.Barrier(2)
@@ -153,7 +153,7 @@ def test_lanes_overlap(make):
     lanes.drain()
 
 
-def test_updates_on_the_callers_thread(make):
+def test_updates_on_the_callers_thread_run_between_blocks_and_during_waits(make):
     """Updates run between two blocks and during waits, while reads and writes continue."""
     runner = Recorder()
     lanes = make(runner, way="caller")
@@ -177,7 +177,7 @@ def test_updates_on_the_callers_thread(make):
     assert seen == ["U0.0", "U1.0", "U1.1"]
 
 
-def test_a_name_means_its_latest_earlier_occurrence(make):
+def test_wait_refers_to_the_latest_earlier_action_of_its_name(make):
     runner = Recorder()
     lanes = make(runner)
     drive(lanes, runner, "R0@0 F0@0(R0)")
@@ -192,7 +192,7 @@ def test_a_name_means_its_latest_earlier_occurrence(make):
     lanes.end()
 
 
-def test_context_comes_with_its_schedule(make):
+def test_every_action_gets_the_context_of_its_own_schedule(make):
     runner = Recorder()
     lanes = make(runner)
     lanes.enqueue(from_text("U0.0@0,0 U0.1@0,0"), "first")
@@ -213,7 +213,7 @@ WAYS = ["threads", "caller", "plain"]
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_wait_for_and_flush(way, make):
+def test_wait_for_completes_one_action_and_drain_the_rest(way, make):
     runner = Recorder()
     lanes = make(runner, way=way)
     lanes.enqueue(from_text("R0@0 S0.0@0 F0@0(R0) U0.0@0,0(F0,S0.0) W0.0@0,0(U0.0)"))

@@ -128,7 +128,7 @@ def test_has_the_bits_of_a_run_without_a_log(
         *(0, 2, 4, 8),
     ),
 )
-def test_every_optimizer_and_moment_format(
+def test_every_optimizer_and_moment_format_has_the_bits_of_a_run_without_a_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, moments: str
 ) -> None:
     optimizer = kind(lr=1e-2, weight_decay=0.1, moments=moments)
@@ -136,7 +136,7 @@ def test_every_optimizer_and_moment_format(
 
 
 @pytest.mark.parametrize("cached_state", [0.0, 1.0])
-def test_none_or_all_of_the_state_in_memory(
+def test_log_with_none_or_all_state_cached_changes_no_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached_state: float
 ) -> None:
     compare(tmp_path, monkeypatch, tuning=LoggedTuning(cached_state=cached_state))

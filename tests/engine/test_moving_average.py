@@ -120,7 +120,7 @@ def test_experts_and_tensors_without_gradients_move_too(tmp_path):
     assert all(torch.allclose(result[n], w, atol=1e-7, rtol=1e-6) for n, w in expected.items())
 
 
-def test_moving_average_counts_in_the_plan(tmp_path):
+def test_plan_adds_four_bytes_per_parameter_for_the_moving_average(tmp_path):
     """Four bytes per parameter more, of every chunk that is read, written and held."""
     plans = {}
     for name, decay in (("with", DECAY), ("without", 0.0)):

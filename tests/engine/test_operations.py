@@ -59,7 +59,7 @@ def test_new_operation_is_parsed(archive):
     assert action.token() == "Z0.1@0(S0.1)" and archive.example == "Z5.1@0"
 
 
-def test_waits_follow_from_its_effects():
+def test_waits_of_new_operation_follow_from_its_effects():
     uses, waits = Uses(), {}
     for action in from_text("S0.0@0 U0.0@0,0 Z0.0@0 S0.1@0 U0.1@0,0"):
         waits[action.name] = uses.waits_of(action, effects_of(action, SPEC))
@@ -89,14 +89,14 @@ def test_new_operation_is_priced_and_simulated():
     assert span.stop_s - span.start_s == pytest.approx(4.5)
 
 
-def test_its_bytes_count_in_a_measured_profile():
+def test_bytes_of_new_operation_count_in_a_measured_profile():
     busy = {"F0": "compute", "B0": "compute", "U0.0": "optimizer", "Z0.1": "ssd"}
     spans = [Span(lane, name, n, n + 1) for n, (name, lane) in enumerate(busy.items())]
     profile = profile_of_step(spans, WORK, host_bytes=2**30)
     assert profile is not None and profile.ssd_read == 400
 
 
-def test_the_engine_runs_it_by_one_branch_and_traces_it(archive, tmp_path, monkeypatch):
+def test_engine_runs_and_traces_new_operation_by_one_branch(archive, tmp_path, monkeypatch):
     seen = []
 
     def branch(runner: ActionRunner, action):

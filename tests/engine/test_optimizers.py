@@ -252,7 +252,7 @@ def test_a_tensor_without_a_gradient_stays_as_it_is(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("mode", STATE_FORMATS)
 @pytest.mark.parametrize(("name", "moments"), KINDS)
-def test_arrays_of_a_chunk(name, moments, mode):
+def test_state_arrays_are_aligned_and_have_the_stated_size(name, moments, mode):
     """Arrays are aligned for the kernels, fill whole pages, and have the stated size."""
     kept = state_format_of(mode, optimizer_with(name, moments).kind)
     each = {"fp32": 4, "bf16": 2, "int8": 1 + 4 / 32}[moments]
@@ -280,7 +280,7 @@ def test_default_optimizer_has_the_documented_arrays():
     assert {kept.state_bytes for kept in STATE_FORMATS.values()} == {8, 10, 12}
 
 
-def test_another_optimizer_is_refused(tmp_path):
+def test_resume_refuses_another_optimizer_or_moment_format(tmp_path):
     rows = batches(1, batch=2, seq=12)
     lohan_run(small_model("llama"), rows, tmp_path, optimizer=optimizer_with("lion", "int8"))
     for other in (

@@ -47,7 +47,7 @@ def test_serial_path_does_not_depend_on_update_mode(clip, tmp_path):
 
 
 @pytest.mark.parametrize(("kind", "mode", "clip"), pairwise(KINDS, UPDATE_MODES, [0.0, CLIP]))
-def test_every_mode(kind, mode, clip, tmp_path):
+def test_every_update_mode_equals_the_serial_path(kind, mode, clip, tmp_path):
     case = Case(kind=kind, clip=clip)
     assert plain(case).norms[0] > CLIP
     tuning = Tuning(window=1, ring=3, spilled=0.6, own_thread=kind == "tied")
@@ -57,7 +57,7 @@ def test_every_mode(kind, mode, clip, tmp_path):
 @pytest.mark.parametrize(
     ("window", "ring"), [(1, 1), (1, 4), (2, 2), (2, 3), (3, 1), (3, 3), (4, 2), (4, 4)]
 )
-def test_prefetch_windows_and_rings(window, ring, tmp_path):
+def test_every_prefetch_window_and_ring_equals_the_serial_path(window, ring, tmp_path):
     mode, clip = UPDATE_MODES[(window + ring) % 4], CLIP * (ring % 2)
     tuning = Tuning(window=window, slots=window, ring=ring, grads=1 + window % 3)
     check(Case(kind="tied", clip=clip), tmp_path, tuning, mode=mode, seed=2)
@@ -70,7 +70,7 @@ WAYS = [*((mode, 0.0) for mode in UPDATE_MODES), ("balanced", CLIP)]
 
 
 @pytest.mark.parametrize(("way", "cached"), each_value(WAYS, [0.4, 1.0]))
-def test_state_in_memory(way, cached, tmp_path):
+def test_cached_state_in_memory_equals_the_serial_path(way, cached, tmp_path):
     mode, clip = way
     tuning = Tuning(cached=cached, spilled=0.5)
     check(Case(kind="several", clip=clip), tmp_path, tuning, mode=mode, seed=3)

@@ -9,7 +9,7 @@ from lohan.errors import ConfigError
 from tests.support.small_models import attached, batches, small_model
 
 
-def test_fields_are_also_keywords(tmp_path):
+def test_attach_accepts_policy_fields_as_keywords(tmp_path):
     data = batches(1, batch=4, seq=8)[0]
     flat = {"micro_batch": 2, "overlap": False, "store_name": "here", "resident": ["lm_head"]}
     policies = {

@@ -83,7 +83,7 @@ def test_folders_of_one_drive_do_not_add_up(tmp_path):
     assert result.ssd_limit < sum(drive.mixed for drive in result.drives)
 
 
-def test_no_drive_is_a_profile_too():
+def test_profiles_a_machine_without_drives():
     result = profile([], effort=TINY)
     assert result.drives == () and result.io_share == 0 and result.ssd_limit == 0
 
@@ -135,7 +135,7 @@ def test_a_drive_without_room_is_refused_and_left_clean(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_block_does_the_work_that_it_counts():
+def test_flops_of_the_probe_block_equal_those_executed():
     sizes = Sizes(hidden=512, inner=1408, heads=8, vocabulary=96, copies=1)
     probe = BlockProbe(sizes)
     with FlopCounterMode(display=False) as counter:
@@ -159,7 +159,7 @@ def test_the_block_is_causal():
     assert not torch.allclose(before[:, -1], after[:, -1])
 
 
-def test_a_mixed_pass_is_that_of_a_step():
+def test_mixed_drive_probe_reads_and_writes_in_the_ratio_of_a_step():
     """In fp32, a step reads 16 bytes and writes 12 bytes per parameter."""
     verbs = [verb for verb, _ in requests("mixed", 12)]
     assert verbs.count("read") * 12 == verbs.count("write") * 16
@@ -212,7 +212,7 @@ def test_both_links_are_busy_while_updates_run():
     assert alone[1] > 0 and shared[1] > 0 and min(alone[0], shared[0]) >= 0
 
 
-def test_a_broken_link_is_no_rate():
+def test_raises_the_error_of_a_link_that_fails_during_a_probe():
     device = EmulatedDevice(64 * MiB)
     device.copy = lambda *_, **__: 1 / 0
     with pytest.raises(ZeroDivisionError), busy_links(device, size=MiB):

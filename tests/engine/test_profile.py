@@ -70,7 +70,7 @@ def test_a_profile_of_another_number_of_drives_is_measured_again(ssd):
     assert len(cached_profile([ssd], measure=measure).drives) == 1 and measure.count == 1
 
 
-def test_the_latest_is_one_of_this_format(ssd, monkeypatch):
+def test_latest_profile_ignores_other_formats(ssd, monkeypatch):
     assert latest_profile() is None
     with monkeypatch.context() as before:
         before.setattr(profile_command, "PREFIX", "machine-1-")
@@ -81,7 +81,7 @@ def test_the_latest_is_one_of_this_format(ssd, monkeypatch):
     assert latest is not None and latest.adam == profile.adam
 
 
-def test_every_device_has_a_profile_of_its_own(ssd):
+def test_caches_one_profile_per_device(ssd):
     measure = Measure()
     links = [
         ComputePlace("emulated", 2**30, 1e9),
@@ -161,7 +161,7 @@ def test_rejects_missing_and_unwritable_places(ssd, tmp_path):
         run_profile([ssd], out=tmp_path / "no" / "m.toml", measure=Measure())
 
 
-def test_a_preset_can_be_described():
+def test_describes_drive_and_ssd_limit_of_a_preset():
     machine = replace(machine_of("ratel-4090"), ssd_limit=12.5e9)
     text = "\n".join(describe(machine))
     assert "p5510" in text and "12.50 GB/s at most" in text

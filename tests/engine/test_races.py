@@ -84,7 +84,7 @@ def net_on_cpu(clip: float) -> Any:
 
 @pytest.mark.parametrize("late", LANES)
 @pytest.mark.parametrize(("mode", "clip"), [("optimized", 0.0), ("balanced", 0.3)])
-def test_weights_and_gradients(mode, clip, late):
+def test_delayed_lanes_change_no_weight_or_gradient(mode, clip, late):
     actual = net_run(clip, mode, late, device=EmulatedDevice(64 * MiB))
     assert actual == net_on_cpu(clip)
 

@@ -102,7 +102,7 @@ def test_replans_while_only_the_head_is_trained(tmp_path):
         assert session.step == COMPARED_STEP + 1
 
 
-def test_a_step_without_updates_says_nothing():
+def test_step_without_updates_yields_no_profile():
     spans = [Span("compute", "F0", 0.0, 1.0), Span("compute", "B0", 1.0, 2.0)]
     assert profile_of_step(spans, WORK, host_bytes=1) is None
 
@@ -180,7 +180,7 @@ def test_planning_anew_changes_speed_only(inputs, tmp_path, monkeypatch, clip):
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])
-def test_a_loop_of_ones_own(accumulated, tmp_path, monkeypatch):
+def test_user_loop_replans_by_calling_session_replan(accumulated, tmp_path, monkeypatch):
     """A user loop replans by calling `Session.replan` after each step.
 
     This works also if a step is several calls, with evaluations between them, which do not

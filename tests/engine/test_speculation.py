@@ -123,7 +123,7 @@ def test_speculative_updates_have_the_bits_of_waiting(case, tuning, rerun, tmp_p
 
 @pytest.mark.parametrize("rerun", [False, True])
 @pytest.mark.parametrize("mode", ["naive", "balanced"])
-def test_on_a_device(mode, rerun, tmp_path):
+def test_speculative_updates_on_a_device_have_the_bits_of_waiting(mode, rerun, tmp_path):
     tuning = Tuning(cached=0.2, spilled=float(rerun), device_slots=1)
     device = EmulatedDevice(64 * MiB)
     check(TIED, tmp_path, tuning, rerun=rerun, update_mode=mode, device=device)
@@ -157,7 +157,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.param(2, ("--clip", 3, "--host", "700KiB"), marks=pytest.mark.slow),
     ],
 )
-def test_adapters_and_ranks(world, more, forge, inputs, tmp_path):
+def test_speculation_with_adapters_or_ranks_changes_no_bit(world, more, forge, inputs, tmp_path):
     """Runs with dropout whose norms cross the limit twice, against one action after the other."""
     created = {}
     for way in ("--overlap", "--no-overlap"):

@@ -126,7 +126,7 @@ def test_fault(fault: Fault, forge: Forge, inputs: Path, whole: Result, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("call", "kind"), [(c, k) for c, kinds in KINDS.items() for k in kinds])
-def test_faults_all_over_a_run(
+def test_faults_at_calls_spread_over_a_whole_run(
     call: str, kind: str, forge: Forge, inputs: Path, whole: Result, tmp_path: Path
 ) -> None:
     """The first calls one by one, then further and further apart, until a run has no more."""

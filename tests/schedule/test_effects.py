@@ -85,7 +85,7 @@ def test_note_follows_writes_and_delays_none():
     assert uses.waits_of(action("H2"), [(fact, WRITE, WHOLE)]) == ("F0",)
 
 
-def test_copies_do_not_share_later_uses():
+def test_copied_uses_do_not_see_later_uses_of_the_original():
     uses, slot = Uses(), ("slot", 0)
     uses.waits_of(action("R0"), [(slot, WRITE, WHOLE)])
     copy = uses.copy()

@@ -92,7 +92,7 @@ IMPLIED = {
 
 
 @pytest.mark.parametrize(("op", "resource"), cases())
-def test_a_missing_effect_is_found(
+def test_check_finds_a_missing_effect(
     op: Operation, resource: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def without(action: Action, spec: ScheduleSpec) -> list[Effect]:

@@ -68,7 +68,7 @@ def test_rejects_reduction_before_gradients_are_complete():
 
 @pytest.mark.parametrize("mode", UPDATE_MODES)
 @pytest.mark.parametrize("overlap", [True, False])
-def test_steps_in_a_row(mode, overlap):
+def test_steady_steps_gather_and_reduce_every_group(mode, overlap):
     late = frozenset((1,) if mode == "balanced" else ())
     updates = UpdateOptions(mode=mode, late=late, overlap=overlap)
     order = ExecutionOrder(forward=(0, 1), backward=(1, 0), updates=updates)
@@ -79,7 +79,7 @@ def test_steps_in_a_row(mode, overlap):
     assert sum(a.kind == "A" for a in actions) == sum(a.kind == "L" for a in actions)
 
 
-def test_the_simulator_has_the_lane():
+def test_simulator_runs_collectives_one_after_the_other():
     """Collectives run one after the other, and backward waits for the weights."""
     order = ExecutionOrder(forward=(0, 1), backward=(1, 0), updates=UpdateOptions())
     phases = list(steady_step(TWO, order).values())

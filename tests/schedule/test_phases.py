@@ -66,7 +66,7 @@ TIED = ScheduleSpec(  # the first group is used twice and has two chunks, the th
 SPILLED = replace(TWO, chunks=(2, 1), spilled_gradients=frozenset({0}))
 
 
-def test_forward_reads_ahead():
+def test_forward_prefetches_only_into_free_slots():
     schedule, buffers = forward(TWO, empty_buffers(TWO), (0, 1))
     assert to_text(schedule) == "R0@0 R1@1 F0@0(R0) F1@1(R1)"
     assert buffers.slots == (0, 1)
@@ -106,7 +106,7 @@ MODES = [
 
 
 @pytest.mark.parametrize(("mode", "deferred", "back", "after"), MODES)
-def test_no_mode_reads_what_is_still_in_a_slot(mode, deferred, back, after):
+def test_no_update_mode_reads_weights_again_that_are_still_in_a_slot(mode, deferred, back, after):
     """Everything is still in its slot at the turn, so nothing is read again in any of them."""
     _, buffers = forward(TWO, empty_buffers(TWO), (0, 1))
     schedule, buffers = backward(TWO, buffers, (1, 0), placed(TWO, mode, deferred))
@@ -224,7 +224,7 @@ def test_gradients_of_the_head_leave_the_device_alone(head_alone, waits):
 
 
 @pytest.mark.parametrize("window", [0, 2])
-def test_sites_of_several_groups_take_their_slots_together(window):
+def test_site_of_several_groups_is_read_ahead_only_if_all_fit(window):
     """Two slots, a site of two groups: read ahead only what fits whole."""
     spec = replace(TWO, sites=((0, 1), (0,), (2, 0)), chunks=(1, 1, 1), window=window)
     schedule, _ = forward(spec, empty_buffers(spec), (0, 1, 2, 0))
@@ -236,7 +236,7 @@ def test_sites_of_several_groups_take_their_slots_together(window):
         one_backward(replace(spec, slots=1), empty_buffers(replace(spec, slots=1)), 0)
 
 
-def test_tables_do_not_grow():
+def test_table_of_uses_does_not_grow_with_the_steps():
     """A group that stays in its slot for the whole run is used in every step."""
     buffers = empty_buffers(TWO)
     sizes = []

@@ -117,7 +117,7 @@ def work_of(**changes) -> StepWork:
     )
 
 
-def test_the_last_chunk_of_a_group_is_the_rest():
+def test_last_chunk_of_a_group_has_the_remaining_parameters():
     work = work_of()
     assert [work.chunks(group) for group in (0, 1)] == [3, 1]
     assert [work.chunk(0, number) for number in range(3)] == [10, 10, 5]

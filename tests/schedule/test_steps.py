@@ -55,7 +55,7 @@ def test_updates_follow_the_order():
         assert sum(name[0] == "U" for name in after) == sum(SPEC.chunks) and after[-1] == "C"
 
 
-def test_a_site_that_backward_leaves_out():
+def test_updates_a_group_that_backward_skips_after_backward_ends():
     """Its group is carried over when backward has ended."""
     result = names(replace(ORDER, backward=(3, 2, 0)))["backward"]
     assert "B1" not in result and result.index("E") < result.index("U1.0")
@@ -65,7 +65,7 @@ def test_a_site_that_backward_leaves_out():
 @pytest.mark.parametrize("mode", UPDATE_MODES)
 @pytest.mark.parametrize("deferred", [(), (1, 2), ALL])
 @pytest.mark.parametrize("back", [ALL[::-1], (3, 1, 2, 0), (2, 1), ()])
-def test_every_order_may_run(back, deferred, mode, overlap):
+def test_accepts_every_combination_of_order_and_update_mode(back, deferred, mode, overlap):
     updates = UpdateOptions(mode=mode, late=frozenset(deferred), overlap=overlap)
     check_order(SPEC, ExecutionOrder(forward=ALL, backward=back, updates=updates))
 
@@ -96,7 +96,7 @@ def test_the_documentation_shows_the_rules():
         (UpdateOptions(gate=Gate.NORM, mode="balanced"), False, Update.NEXT_FORWARD),
     ],
 )
-def test_a_rule_places_the_updates(options, speculates, update):
+def test_update_options_decide_where_updates_are_placed(options, speculates, update):
     result = place(SPEC, options, speculates=speculates)
     assert {placement.update for placement in result.groups} == {update}
     assert result.all_held is (update is not Update.BACKWARD)
