@@ -47,6 +47,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("dist", type=Path, help="folder of the wheels")
     dist = parser.parse_args().dist.absolute()
+    kind = "cp311" if sys.version_info < (3, 12) else "abi3"
+    (wheel,) = map(str, dist.glob(f"lohan-*-{kind}-*.whl"))
     with tempfile.TemporaryDirectory(prefix="lohan-wheel-") as name:
         work = Path(name)
         (work / "config.json").write_text(CONFIG)
@@ -58,8 +60,8 @@ def main() -> None:
         pip = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
         constraints = ["-c", str(ROOT / "constraints.txt")]
         subprocess.run([*pip, *constraints, "torch"], check=True, env=env)
-        only = ["--only-binary", ":all:", "--find-links", str(dist), "lohan"]
-        subprocess.run([*pip, *constraints, *only], check=True, env=env)
+        # The file is named, because an index could offer another package of this name.
+        subprocess.run([*pip, *constraints, "--only-binary", ":all:", wheel], check=True, env=env)
         subprocess.run([python, "-c", KERNELS], check=True, env=env, cwd=work)
         train = [python, "-m", "lohan", "train", "--init", "config.json", "--data", "data.jsonl"]
         options = ["--out", "run", "--steps", "3", "--batch", "2", "--seq", "16"]

@@ -40,7 +40,7 @@ class StateKind:
 
     optimizer: str = "adamw"
     moments: str = "fp32"
-    ema: bool = False  # Whether a moving average of the weights is kept.
+    ema: bool = False  # True if a moving average of the weights is kept.
 
     def __str__(self) -> str:
         average = " and averaged weights" if self.ema else ""

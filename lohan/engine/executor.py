@@ -70,7 +70,7 @@ class Executor:
     inference_began_s = math.inf  # Start of the first call without gradients since then.
     # The reason why the weights in memory are inconsistent; empty if they are consistent.
     _lost = ""
-    _resident_current = True  # Whether resident parameters have the values of the last step.
+    _resident_current = True  # True if resident parameters have the values of the last step.
 
     def __init__(
         self,
@@ -558,12 +558,12 @@ class Executor:
 
     @property
     def in_backward(self) -> bool:
-        """Whether a backward has begun and not ended."""
+        """True while a backward is running."""
         return self.steps.current.state is State.BACKWARD
 
     @property
     def lost(self) -> bool:
-        """Whether a roll-back did not complete. If so, the weights in memory are inconsistent."""
+        """True if a roll-back did not complete, which leaves the weights in memory inconsistent."""
         return bool(self._lost)
 
     def _check_usable(self) -> None:

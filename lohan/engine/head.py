@@ -376,7 +376,7 @@ class SlicedHead:
 
     @property
     def _routes(self) -> bool:
-        """Whether the model adds the auxiliary loss of its expert routers."""
+        """True if the model adds the auxiliary loss of its expert routers."""
         return bool(getattr(self.model.config, "output_router_logits", False))
 
     def _rest(self, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -236,7 +236,7 @@ class Lanes:
 
     @property
     def computing(self) -> bool:
-        """Whether a compute action has begun and not ended."""
+        """True while a compute action is running."""
         return self._current is not None
 
     def end(self) -> None:

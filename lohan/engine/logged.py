@@ -170,13 +170,13 @@ class LoggedGradients:
         assert store.log is not None
         self.log: GradientLog = store.log
         self._store = store
-        # the groups that the current backward has appended
+        # The gradients that the current backward has appended, by the key of their group.
         self._appended: dict[str, LoggedGroup] = {}
         # Metadata and scalars of steps to commit, and whether ended steps commit a generation. The
         # caller appends to both, and the ssd lane consumes them in order.
         self._closed: deque[tuple[dict[str, Any], StepScalars]] = deque()
         self._ends: deque[bool] = deque()
-        # steps whose J was submitted
+        # Steps whose J was submitted but has not committed them yet, with their metadata.
         self._to_commit: deque[tuple[dict[str, Any], LoggedStep]] = deque()
         self._live: list[LoggedStep] = []  # steps after the state that Q reads, oldest first
         self._by_segment: dict[int, LoggedStep] = {}

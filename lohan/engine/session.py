@@ -165,7 +165,7 @@ class Session:
 
     @property
     def must_run_again(self) -> bool:
-        """Whether the last backward belonged to a clipped step that must be rerun.
+        """True if the last backward belonged to a clipped step that must be rerun.
 
         The training loop then has to run the same batch again; see `OffloadPolicy.run_again`.
         """
@@ -173,7 +173,7 @@ class Session:
 
     @property
     def lost(self) -> bool:
-        """Whether a step failed and could not be rolled back."""
+        """True if a step failed and could not be rolled back."""
         return self._executor is None or bool(self._executor.lost)
 
     def train_step(
@@ -306,7 +306,7 @@ class Session:
 
     @property
     def accumulates(self) -> bool:
-        """Whether a backward runs no step of its own, as inside `accumulate`."""
+        """True if a backward only adds to the sums of gradients, as inside `accumulate`."""
         return self.executor.collector.accumulated is not None
 
     @contextmanager
@@ -396,7 +396,7 @@ class Session:
 
     @property
     def updates_in_backward(self) -> bool:
-        """Whether `backward` runs the optimizer step.
+        """True if `backward` runs the optimizer step.
 
         If False, backward leaves gradients in `.grad`, as in PyTorch, if they fit in
         memory, and updates nothing.

@@ -80,7 +80,7 @@ class Step:
     handed_over: set[int] = field(default_factory=set)  # groups that were finished in backward
     # The tensors that got a gradient, for each group whose gradients were handed over.
     gradients: dict[int, frozenset[int]] = field(default_factory=dict)
-    # Whether gradients are kept after their use until the norm is known. `used` lists the groups
+    # True if gradients are kept after their use until the norm is known. `used` lists the groups
     # whose gradients were used.
     keeps_gradients: bool = False
     used: list[int] = field(default_factory=list)
@@ -90,7 +90,7 @@ class Step:
 
     @property
     def speculates(self) -> bool:
-        """Whether the updates of the step run in backward without waiting for the norm."""
+        """True if the updates of the step run in backward without waiting for the norm."""
         return self.placed is not None and self.placed.speculates
 
     def finished_groups(self) -> tuple[int, ...] | None:
@@ -169,7 +169,7 @@ class CommitClock:
             return True
         if interval.steps and self._steps_since_commit + 1 >= interval.steps:
             return True
-        # Whether the interval will be exceeded at the end of the step after the next one.
+        # True if the interval will be exceeded at the end of the step after the next one.
         late = now_s + 2 * took_s - self._committed_s > interval.seconds
         return bool(interval.seconds) and self._process_group.any_rank(late)
 
@@ -225,7 +225,7 @@ class Clipping:
         self._plan, self._scheduler, self._runner = plan, scheduler, runner
         self._store, self._collectives = store, collectives
         self._updates = UpdateOptions.of(plan)
-        # Whether all held gradients stay in memory until the norm is known.
+        # True if all held gradients stay in memory until the norm is known.
         self.all_held_in_memory = not plan.spilled_gradients
         self._clipped: deque[bool] = deque(maxlen=RECENT_STEPS)
         self.norm: float | None = None  # The norm of all gradients of the last step.
@@ -238,7 +238,7 @@ class Clipping:
 
     @property
     def must_rerun(self) -> bool:
-        """Whether the last backward belonged to a clipped step that must be rerun."""
+        """True if the last backward belonged to a clipped step that must be rerun."""
         return self.steps.current.first_run is not None
 
     @property

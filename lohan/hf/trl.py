@@ -139,7 +139,7 @@ class OverTokens(LohanMixin):
 
     @property
     def _routes(self) -> bool:
-        """Whether the experts of the model have an auxiliary loss."""
+        """True if the experts of the model have an auxiliary loss."""
         return bool(getattr(self, "aux_loss_enabled", False))
 
     def _call(self, model: Any, parts: Sequence[Part], compute: Compute) -> Any:

@@ -49,7 +49,7 @@ class UserSteps:
 
     @property
     def overridden(self) -> bool:
-        """Whether training_step was overridden outside of LoHan, transformers and TRL."""
+        """True if training_step was overridden outside of LoHan, transformers and TRL."""
         method = self._trainer().training_step  # type: ignore[union-attr]
         return str(getattr(method, "__module__", "")).partition(".")[0] not in LIBRARIES
 

@@ -28,7 +28,7 @@ class PlanOptions(RunOptions):
     tiles: int | str = "auto"
     chunk_params: int | None = None  # The chunk size of an existing store, which cannot change.
     head_tokens: int | None = None  # The slice size of the head, if the run must not change it.
-    # Whether the store has space for held gradients. None: the store does not exist yet and will be
+    # True if the store has space for held gradients. None: the store does not exist yet and will be
     # created with the space that the plan needs.
     gradients_on_ssd: bool | None = None
     commit: Interval | None = EVERY_STEP  # None: the planner chooses an interval of low cost.

@@ -117,7 +117,7 @@ class _Pricer:
     ) -> None:
         self.profile, self.memory, self.workload, self.plan = profile, memory, workload, plan
         self.spill_all = spill_all
-        # Whether cached weights and state are written in every step.
+        # True if cached weights and state are written in every step.
         self.writes_cached = plan.commit.every_step
         base = replace(plan, kept=(), spilled_sites=())
         # Host memory for activations, waiting gradients, and cached weights and state.

@@ -34,7 +34,7 @@ K = TypeVar("K")
 V = TypeVar("V")
 PHASES = ("forward", "backward", "after backward")
 STEPS = 2  # number of simulated steps; the forecast describes the second
-# Whether each simulated step commits, if not every step of the plan does.
+# For each simulated step, whether it commits; used if not every step of the plan does.
 COMMITTING_STEPS = (False, False, True, False)
 FEW_CHUNKS = 256  # number of chunks to which a rough forecast reduces the schedule by joining
 ROUGH_FACTOR = 5  # a rough forecast joins chunks if there are more than this many times FEW_CHUNKS
@@ -91,7 +91,7 @@ class Forecast:
 
     @property
     def lane_bound(self) -> bool:
-        """Whether the busiest lane is busy during the whole step."""
+        """True if the busiest lane is busy during the whole step."""
         return max(self.busy_s.values()) >= self.step_s
 
     @property

@@ -238,7 +238,7 @@ class MachineProblem:
 
     @property
     def traced(self) -> bool:
-        """Whether the model was traced."""
+        """True if the model was traced."""
         return self.site_order is not None
 
 
@@ -279,7 +279,7 @@ class MachinePlan(MachineProblem):
 
     @property
     def has_room_for_export(self) -> bool:
-        """Whether the drives can hold the exported model besides the store."""
+        """True if the drives can hold the exported model besides the store."""
         needed = self.peak_bytes["ssd"] + self.export_bytes
         return not self.drive_bytes or needed <= self.drive_bytes
 

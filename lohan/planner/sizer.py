@@ -319,7 +319,7 @@ class Sizer:
 
     @property
     def _last_resort(self) -> bool:
-        """Whether no smaller micro-batch can be tried."""
+        """True if no smaller micro-batch can be tried."""
         return (
             self.workload is None or self.micro_batch == 1 or self.options.micro_batch is not None
         )

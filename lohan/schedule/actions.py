@@ -120,12 +120,12 @@ class ScheduleSpec:
     act_buffers: int = 2  # host buffers for activations in flight from or to SSD
     device_slots: int = 0  # weight slots on the device; 0 if compute works in host memory
     device_grads: int = 2  # number of groups whose gradients are on the device at a time
-    # Whether the gradients of the first group of backward leave the device before others are
+    # True if the gradients of the first group of backward leave the device before others are
     # computed.
     head_alone: bool = False
     offloaded: frozenset[int] = frozenset()  # sites whose activations are offloaded to the host
     net: bool = False  # whether ranks gather weights and reduce gradients on the device
-    # Whether gradients are appended to a log, and full state is written by some steps only.
+    # True if gradients are appended to a log, and full state is written by some steps only.
     log: bool = False
 
 

@@ -136,7 +136,7 @@ class Operation(str):
 
     @property
     def starts(self) -> bool:
-        """Whether the action has the fixed cost of an action, because a lane starts it."""
+        """True if a lane starts the action, which then has the fixed cost of one action."""
         return self.lane != "compute" and self.subject is not Subject.STEP
 
 

@@ -127,7 +127,7 @@ class Builder:
 
     @property
     def one_by_one(self) -> bool:
-        """Whether chunks are updated one after the other, as in mode `naive`."""
+        """True if chunks are updated one after the other, as in mode `naive`."""
         return self._placed is not None and self._placed.mode == "naive"
 
     def result(self) -> tuple[Schedule, BufferState]:

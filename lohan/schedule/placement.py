@@ -134,8 +134,8 @@ class Rule:
     condition: str
     runs: str
     committed: str
-    # Whether the rule applies to a step, given whether it speculates. None: it is decided when
-    # backward has ended (engine/step.py).
+    # Returns whether the rule applies to a step, given whether it speculates. None: this is decided
+    # when backward has ended (engine/step.py).
     applies: Callable[[UpdateOptions, bool], bool] | None
     update: Update = Update.BACKWARD
     late: Update = Update.NEXT_FORWARD  # when the groups that `balanced` defers are updated
@@ -256,12 +256,12 @@ class StepPlacement:
 
     @cached_property
     def all_held(self) -> bool:
-        """Whether no update runs in backward. The drives then have little to do in backward."""
+        """True if no update runs in backward, so the drives have little to do in backward."""
         return len(self.held) == sum(placement is not None for placement in self.groups)
 
     @property
     def in_next_forward(self) -> bool:
-        """Whether the next forward ends the step, after updates or after the norm is accepted."""
+        """True if the next forward ends the step, after updates or after the norm is accepted."""
         return self.speculates or any(
             placement is not None and placement.update is Update.NEXT_FORWARD
             for placement in self.groups

@@ -323,7 +323,7 @@ class StepWork:
     chunk_params: int
     per_parameter: BytesPerParameter
     chunk_sizes: tuple[tuple[int, ...], ...] = ()  # in parameters, if chunks are not of equal size
-    # Whether a chunk stands for several real ones, each with the overhead of an action.
+    # True if a chunk stands for several real ones, each with the overhead of an action.
     joined: bool = False
     slices: int = 1  # number of micro-batches
     world: int = 1  # number of ranks; with several, groups are the shards of one rank

@@ -65,7 +65,7 @@ class PeriodicTasks:
 
     @property
     def stopped(self) -> bool:
-        """Whether the loss has not improved for `early_stop` evaluations."""
+        """True if the loss has not improved for `early_stop` evaluations."""
         limit = self._config.eval.early_stop
         return limit > 0 and self._history.since_best >= limit
 

@@ -280,7 +280,7 @@ class Share:
 
     @property
     def reads_late(self) -> bool:
-        """Whether the loss is read only after backward.
+        """True if the loss is read only after backward.
 
         Reading it earlier would make an accelerator wait for the host. When it is read late, a
         NaN loss is detected after the updates have run, so the previous step must be on disk: this
