@@ -28,6 +28,7 @@ class LohanArguments:
     host: str | int | None = None
     ssd: tuple[str | os.PathLike[str], ...] = ()
     commit_every: str | int = ""
+    log_gradients: str | int = AUTO
     device_memory: str | int | None = None
     micro_batch: int | None = None
     tiles: int | str = "auto"
@@ -46,6 +47,7 @@ class LohanArguments:
             ssd=ssd,
             device=self.device_memory,
             commit_every=self.commit_every or os.environ.get("LOHAN_COMMIT_EVERY", AUTO),
+            log_gradients=self.log_gradients,
         )
 
 

@@ -182,6 +182,25 @@ def test_a_clipped_step_is_run_again(tmp_path, monkeypatch):
     assert run("own", limit, kind=WithOwnLoss).way.counts[-1] == (0, 0)
 
 
+def test_a_log_of_gradients_changes_no_bit_and_its_checkpoints_resume(tmp_path):
+    """Checkpoints are saved at steps 3 and 6, between two writes of the full state."""
+    saves = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6}
+
+    def run(log: str | int, **changes: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+        arguments = lohan.hf.LohanArguments(log_gradients=log, activations="recompute")
+        kind, out = partial(lohan.hf.Trainer, lohan=arguments), tmp_path / str(log)
+        trainer = script(kind, out, **saves, **changes)
+        assert trainer.session.plan.log_gradients == (0 if log == "off" else log)
+        trainer.save_model(tmp_path / "saved")
+        return logged(trainer, "loss"), weights(tmp_path / "saved")
+
+    losses, expected = run("off")
+    for changes in ({}, {"resume": str(tmp_path / "4" / "checkpoint-3")}):
+        actual, result = run(4, **changes)
+        assert actual == losses
+        assert all(torch.equal(expected[name], result[name]) for name in expected)
+
+
 class Count(TrainerCallback):
     def __init__(self) -> None:
         self.steps, self.rates = 0, []
