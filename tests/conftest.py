@@ -41,7 +41,6 @@ LONG = (
     "hf/test_stores",
     "planner/test_machine_plan",
     "docs/test_readme",
-    "device/test_external_backend",
     "end_to_end/test_many_gpus",
     "engine/test_kept_activations",
     "engine/test_overlap",

@@ -55,7 +55,7 @@ def test_generates_nothing_in_messages_and_annotations() -> None:
 
 def test_every_mutant_of_the_package_is_valid_and_different() -> None:
     sources = {path: (ROOT / path).read_text() for path in {m.file for m in all_mutants(ROOT)}}
-    for mutant in choose(all_mutants(ROOT), 300, seed=1):
+    for mutant in choose(all_mutants(ROOT), 60, seed=1):
         changed = ast.dump(ast.parse(mutant.apply(sources[mutant.file])))
         assert changed != ast.dump(ast.parse(sources[mutant.file])), mutant
 

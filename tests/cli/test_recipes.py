@@ -78,7 +78,8 @@ def test_the_file_for_this_machine_trains_as_it_is(
         init(model=str(model), data=data, file=tmp_path / "third.toml", ssds=2)
 
 
-def test_presets_need_no_folder(tmp_path: Path) -> None:
+def test_presets_need_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lohan.cli.recipes.BATCHES", (8, 16))  # Each is planned on its own.
     out = tmp_path / "big.toml"
     init(model="qwen3-8b", data=rows(tmp_path, 3), file=out, machine="rtx4090", ssds=4)
     loaded = tomllib.loads(out.read_text())

@@ -30,6 +30,7 @@ def passes(*arguments: str) -> None:
     assert "passed" in last and "skipped" not in last
 
 
+@pytest.mark.slow
 def test_the_device_is_strict_and_lohan_has_its_bits_and_stays_within_it():
     """The short form; the first time, the backend is compiled, which takes half a minute."""
     some = "check_device or llama-balanced-all or gpt2-balanced-recompute or quarter or slot"

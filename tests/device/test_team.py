@@ -66,7 +66,7 @@ def together(forge: Forge, inputs: Path, tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.parametrize(
     ("world", "options", "more"),
     [
-        (2, FREE, ("--update-mode", "optimized")),
+        pytest.param(2, FREE, ("--update-mode", "optimized"), marks=pytest.mark.slow),
         pytest.param(2, FREE, ("--update-mode", "naive"), marks=pytest.mark.slow),
         pytest.param(2, FREE, ("--update-mode", "serial"), marks=pytest.mark.slow),
         pytest.param(2, CLIPPED, ("--no-overlap",), marks=pytest.mark.slow),

@@ -117,7 +117,7 @@ def test_phases_from_which_kills_are_drawn_occur(forge, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "number", [n if n in (2, 5) else pytest.param(n, marks=pytest.mark.slow) for n in range(6)]
+    "number", [n if n == 5 else pytest.param(n, marks=pytest.mark.slow) for n in range(6)]
 )
 def test_killed_run_resumes_to_the_uninterrupted_result(number, forge, inputs, whole, tmp_path):
     kill_and_go_on(forge, inputs, whole, tmp_path / "run", instants(whole[1], 6, seed=7)[number])
@@ -125,12 +125,9 @@ def test_killed_run_resumes_to_the_uninterrupted_result(number, forge, inputs, w
 
 @pytest.mark.parametrize(
     ("optimizer", "moments", "number"),
-    [
-        ("adamw", "int8", 1),
-        pytest.param("lion", "bf16", 2, marks=pytest.mark.slow),
-        pytest.param("sgd", "int8", 3, marks=pytest.mark.slow),
-    ],
+    [("adamw", "int8", 1), ("lion", "bf16", 2), ("sgd", "int8", 3)],
 )
+@pytest.mark.slow
 def test_kill_with_other_optimizers(optimizer, moments, number, forge, inputs, tmp_path):
     more = ("--optimizer", optimizer, "--moments", moments)
     whole = uninterrupted(forge, inputs, tmp_path, *more)
@@ -173,7 +170,8 @@ def test_kill_while_norms_cross_the_limit(host, again, number, forge, inputs, tm
     kill_and_go_on(forge, inputs, (expected, names), killed, kill_at, *more)
 
 
-@pytest.mark.parametrize("number", [3, *(pytest.param(number, marks=SLOW) for number in range(12))])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(12))
 def test_kill_while_writing_behind(number, forge, inputs, tmp_path):
     """Every step is clipped, and what stays in memory is written beside the next backward."""
     more = ("--clip", 0.001, "--host", "2MiB")
@@ -422,8 +420,8 @@ RARELY = {
 @pytest.mark.parametrize(
     ("way", "number"),
     [
-        pytest.param(way, number, marks=() if number == 6 + second else SLOW)
-        for second, way in enumerate(RARELY)
+        pytest.param(way, number, marks=() if (way, number) == ("waiting", 6) else SLOW)
+        for way in RARELY
         for number in range(12)
     ],
 )
