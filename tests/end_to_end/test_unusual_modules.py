@@ -14,15 +14,7 @@ from transformers import CLIPVisionConfig, CLIPVisionModel
 
 import lohan
 from lohan.errors import BudgetError, ConfigError, ModelError
-from tests.support.small_models import (
-    assert_close,
-    attached,
-    lohan_run,
-    loss_of,
-    master_weights,
-    plain_run,
-)
-from tests.support.unusual_modules import (
+from tests.support.architectures import (
     Centred,
     Counting,
     Normed,
@@ -31,8 +23,16 @@ from tests.support.unusual_modules import (
     SequenceFirst,
     Sharing,
     Spectral,
-    Step,
+    StepOutput,
     Streams,
+)
+from tests.support.models import (
+    assert_close,
+    attached,
+    lohan_run,
+    loss_of,
+    master_weights,
+    plain_run,
 )
 
 
@@ -154,14 +154,14 @@ def test_a_block_that_mixes_samples_runs_as_a_whole(block, reason, tmp_path):
 def test_micro_batches_that_are_off_are_planned_for(tmp_path):
     """BatchNorm is known before the start: the plan has memory for the whole batch."""
     peaks = {}
-    for block in (Step, Normed):
+    for block in (StepOutput, Normed):
         (batch,) = Plain.data(1, samples=512)
         with attached(
             module_of(Plain, block), tmp_path / block.__name__, batch=batch, micro_batch=1
         ) as s:
             footprint = s.context.workload.measure(1)
             peaks[block] = footprint.sites["blocks.0"].peak_bytes
-    assert peaks[Normed] > 100 * peaks[Step]
+    assert peaks[Normed] > 100 * peaks[StepOutput]
 
 
 def test_a_block_that_turns_out_to_mix_samples_stays_within_the_budget(tmp_path):
@@ -249,7 +249,7 @@ def test_mappings_that_blocks_write_into(kind, options, tmp_path):
 
 
 def test_buffers_that_are_too_large_to_commit_are_refused(tmp_path):
-    class Remembering(Step):
+    class Remembering(StepOutput):
         def __init__(self):
             super().__init__()
             self.register_buffer("seen", torch.zeros(2**20 + 1))
@@ -275,7 +275,7 @@ class Box:
     tensor: torch.Tensor
 
 
-class Taking(Step):
+class Taking(StepOutput):
     def forward(self, x):
         return super().forward(x.tensor if isinstance(x, Box) else x)
 
@@ -290,7 +290,7 @@ class Boxed(Plain):
         return self.exit(hidden).square().mean()
 
 
-class Returning(Step):
+class Returning(StepOutput):
     def forward(self, x):
         return Box(super().forward(x))
 
