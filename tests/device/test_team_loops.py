@@ -9,6 +9,7 @@ import torch
 
 from lohan.train.run_folder import read_mark
 from tests.support import HANG_S, ranks
+from tests.support.architectures import Plain
 from tests.support.forked_commands import Forge
 from tests.support.generated_cases import thinned
 from tests.support.models import decay_groups, lr
@@ -50,7 +51,7 @@ def test_a_gradient_on_one_rank_only(forge, tmp_path):
     start = {name: p.detach().clone() for name, p in model.named_parameters()}
     groups = decay_groups(model, 0.1)
     adamw = torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.95), eps=ranks.CASE_EPS)
-    for step, batch in enumerate(ranks.Plain.data(ranks.CASE_STEPS, samples=4)):
+    for step, batch in enumerate(Plain.data(ranks.CASE_STEPS, samples=4)):
         for rank, rows in enumerate(batch["x"].split(2)):
             (model(rows, rank == 0) / 2).backward()
         for group in adamw.param_groups:

@@ -8,9 +8,11 @@ import random
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from lohan.train.run_folder import RunFolder, eval_rows, step_rows
 from tests.support import training_runs
 from tests.support.forked_commands import (
     TINY_STEPS,
@@ -29,6 +31,31 @@ COMMIT = {"fsync", "fsync done", "replace", "replace done", "sync", "sync done"}
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+def evaluated_result(out: Path) -> dict[str, Any]:
+    """Return everything that must not depend on interruptions."""
+    folder = RunFolder(out)
+    samples = out / "samples.jsonl"
+    return {
+        "steps": [(row["step"], row["loss"]) for row in step_rows(folder)],
+        "evaluations": [(row["step"], row["eval_loss"]) for row in eval_rows(folder)],
+        "model": training_runs.exported_bytes(folder.model),
+        "best": training_runs.exported_bytes(folder.best),
+        "samples": samples.read_text() if samples.exists() else "",
+    }
+
+
+def command_options(settings: dict[str, Any]) -> list[str]:
+    named = {"model", "data", "out"}
+    created: list[str] = []
+    for key, value in settings.items():
+        if key in named:
+            created += [f"--{key}", str(value)]
+        else:
+            text = value if not isinstance(value, (bool, Path)) else json.dumps(value, default=str)
+            created += ["--set", f"{key}={text}"]
+    return created
 
 
 def uninterrupted(forge: Forge, inputs: Path, folder: Path, *more: object):
@@ -538,16 +565,16 @@ def test_kill_between_evaluations(forge, tmp_path_factory, tmp_path):
     """
     inputs = training_runs.write_evaluated_inputs(tmp_path_factory.mktemp("held"))
     whole = training_runs.worsening_settings(inputs, tmp_path / "whole")
-    ended = forge.run("train", *training_runs.command_options(whole), trace=tmp_path / "trace")
+    ended = forge.run("train", *command_options(whole), trace=tmp_path / "trace")
     assert ended.code == 0, ended.err
-    expected = training_runs.evaluated_result(tmp_path / "whole")
+    expected = evaluated_result(tmp_path / "whole")
     assert len(expected["evaluations"]) > 3
     names = json.loads((tmp_path / "trace").read_text())
     exported = [i for i, name in enumerate(names) if name == "rename done"]
     for place in (exported[1] + 1, len(names) * 2 // 3):
         out = tmp_path / f"killed-{place}"
-        given = training_runs.command_options(training_runs.worsening_settings(inputs, out))
+        given = command_options(training_runs.worsening_settings(inputs, out))
         assert forge.run("train", *given, kill_at=place).code == -signal.SIGKILL
         ended = forge.run("resume", out)
         assert ended.code == 0, ended.err
-        assert training_runs.evaluated_result(out) == expected, names[place]
+        assert evaluated_result(out) == expected, names[place]

@@ -18,8 +18,11 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from tests.support.generated_cases import thinned
 from tests.support.trainer_scripts import (
+    PAIR_ROWS,
     logged_values,
+    run_preference_trainer,
     script_experts,
     script_model,
     script_tokenizer,
@@ -33,11 +36,6 @@ import lohan  # noqa: E402
 import lohan.hf  # noqa: E402
 from lohan.errors import ConfigError, DataError, ModelError  # noqa: E402
 from lohan.hf import trl as ours_of_trl  # noqa: E402
-from tests.support.generated_cases import thinned  # noqa: E402
-from tests.support.trainer_scripts import (  # noqa: E402
-    PAIR_ROWS,
-    run_preference_trainer,
-)
 
 
 def weights(trainer: Any, folder: Path) -> dict[str, torch.Tensor]:

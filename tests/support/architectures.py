@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Con
 from lohan.capture.saved_call import SavedCall
 from lohan.capture.slicing import find_cut
 
-# -- small models of every supported architecture, each with data and its own loss -----------------
+# -- architectures, each with data and its own loss ------------------------------------------------
 
 ARCHITECTURE_BATCH = 4
 ARCHITECTURE_VOCAB = 96
@@ -322,7 +322,7 @@ def without_noise(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: w for name, w in weights.items() if not name.endswith(KEY_BIASES)}
 
 
-# -- modules that do what blocks may do beyond x -> y, and what they must not ----------------------
+# -- modules that do unusual things, and what they must not do -------------------------------------
 
 MODULE_WIDTH = 12
 
@@ -414,14 +414,6 @@ class Streams(nn.Module):
         ]
 
 
-class Rebinding(StepOutput):
-    """Gives its weight other memory in every call, as `module.to(dtype)` does."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.linear.weight.data = self.linear.weight.data.clone()
-        return super().forward(x)
-
-
 class Plain(nn.Module):
     """Blocks of one kind between two projections; `outside` names what is read outside of them."""
 
@@ -448,18 +440,6 @@ class Plain(nn.Module):
         return [{"x": torch.randn(samples, 5, MODULE_WIDTH, generator=g)} for _ in range(steps)]
 
 
-class Normed(nn.Module):
-    """BatchNorm over samples and tokens: statistics that change, samples that mix."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(MODULE_WIDTH, MODULE_WIDTH, bias=False)
-        self.norm = nn.BatchNorm1d(MODULE_WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.tanh(self.norm(self.linear(x).transpose(1, 2)).transpose(1, 2))
-
-
 class Centred(StepOutput):
     """Takes half the mean over all samples away: they mix, and no shape shows it."""
 
@@ -467,95 +447,7 @@ class Centred(StepOutput):
         return super().forward(x) - 0.5 * x.mean(0)
 
 
-class SequenceFirst(nn.Module):
-    """Attention over the first dimension: tokens come first here, samples second."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        # The gradient of a key bias is zero in exact arithmetic; Adam would update it by rounding.
-        self.attention = nn.MultiheadAttention(MODULE_WIDTH, 2, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.attention(x, x, x, need_weights=False)[0]
-
-
-class Spectral(nn.Module):
-    """Each forward moves a vector on which its result depends."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(MODULE_WIDTH, MODULE_WIDTH)
-        self.register_buffer("direction", torch.ones(MODULE_WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            moved = self.linear.weight @ self.direction
-            self.direction = moved / moved.norm()
-        return x + torch.tanh(self.linear(x) * (self.linear.weight @ self.direction))
-
-
-class Counting(nn.Module):
-    """Counts its calls in a buffer, in place, and in an attribute; its result depends on both."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(MODULE_WIDTH, MODULE_WIDTH)
-        self.calls = nn.Buffer(torch.zeros((), dtype=torch.long))
-        self.count = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls.add_(1)
-        self.count += 1
-        return x + torch.tanh(self.linear(x)) * (1 + 0.1 * self.calls + 0.2 * self.count)
-
-
-class Sharing(nn.Module):
-    """Blocks that write into a mapping which all of them get, and read what others wrote.
-
-    The model chooses its path by integers, and counts its calls as its blocks do.
-    """
-
-    def __init__(self, kind: Any = dict) -> None:
-        super().__init__()
-        self.entry = nn.Linear(MODULE_WIDTH, MODULE_WIDTH)
-        self.blocks = nn.ModuleList(Writer() for _ in range(3))
-        self.kind, self.seen = kind, nn.Buffer(torch.zeros(2, dtype=torch.long))
-
-    def forward(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        self.seen[0] += 1
-        self.seen = self.seen + 1
-        hidden, shared = self.entry(x[rows.nonzero()[:, 0]]), self.kind()
-        for number, block in enumerate(self.blocks):
-            hidden = block(hidden, number, shared=shared)
-        return hidden.square().mean() + shared["first"][1].sin().mean() * self.seen.sum()
-
-    @staticmethod
-    def data(steps: int) -> list[dict[str, torch.Tensor]]:
-        g = torch.Generator().manual_seed(3)
-        rows = torch.tensor([1, 0, 1, 1, 1])
-        return [
-            {"x": torch.randn(5, 3, MODULE_WIDTH, generator=g), "rows": rows} for _ in range(steps)
-        ]
-
-
-class Writer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.key, self.value = (
-            nn.Linear(MODULE_WIDTH, MODULE_WIDTH),
-            nn.Linear(MODULE_WIDTH, MODULE_WIDTH),
-        )
-
-    def forward(self, x: torch.Tensor, number: int, *, shared: Any) -> torch.Tensor:
-        if number == 0:
-            shared["first"] = torch.tanh(self.key(x)), self.value(x)
-        if number == 1:
-            shared["second"] = shared["first"][0] + self.key(x)
-        extra = shared["second"] if number == 2 else shared["first"][1]
-        return x + torch.tanh(self.value(x)) * extra
-
-
-# -- one block of a small model with the call that the model makes of it, slice by slice -----------
+# -- calls of one block, slice by slice ------------------------------------------------------------
 
 BLOCK_SEQ = 24
 BLOCK_SIZES = {

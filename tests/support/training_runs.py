@@ -23,12 +23,12 @@ from lohan.data import open_dataset
 from lohan.optim import lr_at
 from lohan.train import trainer
 from lohan.train.inputs import open_inputs, task_of
-from lohan.train.run_folder import RunFolder, eval_rows, step_rows
+from lohan.train.run_folder import RunFolder, step_rows
 from tests.support.forked_commands import Ended
 from tests.support.model_folders import save_tokenizer, write_random_checkpoint
 from tests.support.models import decay_groups
 
-# -- displays for tests ----------------------------------------------------------------------------
+# -- displays --------------------------------------------------------------------------------------
 
 
 class RecordingDisplay:
@@ -47,7 +47,7 @@ class RecordingDisplay:
     def close(self) -> None: ...
 
 
-# -- the inputs and options of a tiny training by command line, and what a refusal looks like ------
+# -- a tiny run by command line, and its refusal ---------------------------------------------------
 
 TINY_CONFIG = LlamaConfig(
     vocab_size=64,
@@ -83,11 +83,12 @@ def train_arguments(model: Path, data: Path, out: Path, *more: object) -> list[o
 
 
 def modification_times(folder: Path) -> dict[str, int]:
+    """Return when each file below a folder was changed."""
     return {str(path): path.stat().st_mtime_ns for path in sorted(folder.rglob("*"))}
 
 
 def assert_refused(ended: Ended, *patterns: str) -> None:
-    """One message, which holds every pattern."""
+    """Check that a command was refused with one message, which has every pattern."""
     assert ended.code == 2, ended
     assert "Traceback" not in ended.err + ended.out
     assert ended.err.startswith("lohan: ") and ended.err.count("lohan: ") == 1
@@ -104,7 +105,7 @@ def place_fixture(tmp_path: Path):
     return folder
 
 
-# -- a tiny Llama over a dozen words, rows of text for it, and the same training in memory ---------
+# -- a run on words, and the same in memory --------------------------------------------------------
 
 MODEL_WORDS = [
     "<pad>",
@@ -184,7 +185,7 @@ def trained_in_memory(
     return net.eval()
 
 
-# -- a run with evaluations, its inputs and its results --------------------------------------------
+# -- a run with evaluations ------------------------------------------------------------------------
 
 EVALUATED_STEPS = 6
 
@@ -259,32 +260,7 @@ def worsening_settings(inputs: Path, out: Path, **more: Any) -> dict[str, Any]:
     )
 
 
-def evaluated_result(out: Path) -> dict[str, Any]:
-    """Return everything that must not depend on interruptions."""
-    folder = RunFolder(out)
-    samples = out / "samples.jsonl"
-    return {
-        "steps": [(row["step"], row["loss"]) for row in step_rows(folder)],
-        "evaluations": [(row["step"], row["eval_loss"]) for row in eval_rows(folder)],
-        "model": exported_bytes(folder.model),
-        "best": exported_bytes(folder.best),
-        "samples": samples.read_text() if samples.exists() else "",
-    }
-
-
-def command_options(settings: dict[str, Any]) -> list[str]:
-    named = {"model", "data", "out"}
-    created: list[str] = []
-    for key, value in settings.items():
-        if key in named:
-            created += [f"--{key}", str(value)]
-        else:
-            text = value if not isinstance(value, (bool, Path)) else json.dumps(value, default=str)
-            created += ["--set", f"{key}={text}"]
-    return created
-
-
-# -- runs of `lohan train --task`, and the same batches through plain PyTorch ----------------------
+# -- runs of a task, and the same in memory --------------------------------------------------------
 
 TASK_STEPS, TASK_BATCH = 3, 3
 
@@ -367,7 +343,7 @@ def compare_with_peft(out: Path, net: nn.Module, **lora: Any) -> dict[str, torch
     return learnt
 
 
-# -- rows of preferences, and a tiny model with a tokenizer for them -------------------------------
+# -- preferences -----------------------------------------------------------------------------------
 
 PREFERENCE_ROWS = 40
 PREFERENCE_PAIRS = [
@@ -396,7 +372,7 @@ def preference_model_fixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tokenizer(folder)
 
 
-# -- run folders with a log and without a store, and a text that attacks a page --------------------
+# -- run folders without a store -------------------------------------------------------------------
 
 HOSTILE_TEXT = "</script><img src=x onerror=alert(1)>\u202e"
 
@@ -432,7 +408,7 @@ def write_run_folder(folder: Path, *steps: int, loss: float = 2.0) -> RunFolder:
     return run
 
 
-# -- a finished run, its report, and the elements of the page --------------------------------------
+# -- reports ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture(name="finished", scope="module")
@@ -481,7 +457,7 @@ def finished_fixture(model: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 @pytest.fixture(name="page", scope="module")
 def page_fixture(finished: Path) -> str:
-    """Its report, made once."""
+    """Return the report of the finished run."""
     target = finished.parent / "report.html"
     report_command([finished], target)
     assert target.stat().st_mode & 0o077 == 0  # readable by the owner only
@@ -503,7 +479,7 @@ def view_texts(value: object) -> Iterator[str]:
 
 
 class PageElements(HTMLParser):
-    """Tags with attributes, visible text, and the data of the script."""
+    """The elements of a page: tags with attributes, visible text, and the data of its script."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
