@@ -369,10 +369,10 @@ def in_processes(
     folder.mkdir(parents=True, exist_ok=True)
     environments: list[dict[str, str]] = [{}]
     if world > 1:
-        from tests.support.forked_ranks import environment, free_port
+        from tests.support.ranks import free_port, rank_environment
 
         port = free_port()
-        environments = [environment(rank, world, port) for rank in range(world)]
+        environments = [rank_environment(rank, world, port) for rank in range(world)]
     children = []
     for rank, environment_of_rank in enumerate(environments):
         pid = os.fork()

@@ -17,7 +17,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests.support import delayed_runs, unusual_modules
+from tests.support import architectures, delayed_runs
 
 WIDTH = 12
 VOCAB = 48
@@ -165,18 +165,18 @@ def class_batch(generator: torch.Generator, rows: int, tokens: int) -> Batch:
 
 
 def net_batch(generator: torch.Generator, rows: int, tokens: int) -> Batch:
-    shape = rows, tokens, delayed_runs.WIDTH
+    shape = rows, tokens, delayed_runs.NET_WIDTH
     return {name: torch.randn(shape, generator=generator) for name in ("x", "target")}
 
 
 def odd_batch(generator: torch.Generator, rows: int, tokens: int) -> Batch:
-    return {"x": torch.randn(rows, tokens, unusual_modules.WIDTH, generator=generator)}
+    return {"x": torch.randn(rows, tokens, architectures.MODULE_WIDTH, generator=generator)}
 
 
 def streams_batch(generator: torch.Generator, rows: int, tokens: int) -> Batch:
     return {
-        "x": torch.randn(rows, 4, unusual_modules.WIDTH, generator=generator),
-        "c": torch.randn(rows, unusual_modules.WIDTH, generator=generator),
+        "x": torch.randn(rows, 4, architectures.MODULE_WIDTH, generator=generator),
+        "c": torch.randn(rows, architectures.MODULE_WIDTH, generator=generator),
         "weight": torch.rand(rows, generator=generator),
     }
 
@@ -291,13 +291,14 @@ FAMILIES: dict[str, Family] = {
     "net": net("plain"),
     "net-tied": net("tied"),
     "net-shared": net("several"),
-    "streams": Family(lambda dropout: unusual_modules.Streams(), streams_batch),
+    "streams": Family(lambda dropout: architectures.Streams(), streams_batch),
     "counting": stack(Counting, stateful=True),
     "centred": Family(
-        lambda dropout: unusual_modules.Plain(unusual_modules.Centred), odd_batch, mixes_rows=True
+        lambda dropout: architectures.Plain(architectures.Centred), odd_batch, mixes_rows=True
     ),
     "outside": Family(
-        lambda dropout: unusual_modules.Plain(unusual_modules.Step, outside="parameter"), odd_batch
+        lambda dropout: architectures.Plain(architectures.StepOutput, outside="parameter"),
+        odd_batch,
     ),
 }
 

@@ -892,7 +892,7 @@ def vision_kinds(work: Path) -> list[Kind]:
 
     from lohan.data.images import Conversations, load_processor, rows_with_images
     from lohan.data.reading import read_rows
-    from tests.support.vision_folders import save_llava
+    from tests.support.model_folders import save_llava
 
     folder, file = work / "llava", work / "v.jsonl"
     save_llava(folder)

@@ -42,10 +42,19 @@ from common import HERE, Report, note, parser_of, work_folder
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(HERE.parent))
 
-from tests.support import forked_ranks, phase_log
-from tests.support.forked_commands import Boundary, Ended, Forge, Run
-from tests.support.phase_log import FIRST
-from tests.support.tiny_run import STEPS, Result, arguments, result, write_inputs
+from tests.support import process_hooks, ranks
+from tests.support.forked_commands import (
+    TINY_STEPS,
+    Boundary,
+    Ended,
+    Forge,
+    Run,
+    TinyResult,
+    tiny_arguments,
+    tiny_result,
+    write_tiny_inputs,
+)
+from tests.support.process_hooks import FIRST_PHASE
 
 HANG_S = 300.0  # A process that takes longer counts as hung.
 PATIENCE_S = 15.0  # Time for the other ranks to detect that one has ended.
@@ -84,7 +93,7 @@ KINDS = (
 class Whole:
     """A run of a kind that nothing interrupts."""
 
-    result: Result
+    result: TinyResult
     seconds: float
     boundaries: dict[str, int]  # the largest number of boundaries in each phase
     spans_s: dict[str, float]  # the longest duration of each phase
@@ -149,7 +158,7 @@ class Series:
     # -- processes ---------------------------------------------------------------------------
 
     def train_words(self) -> list[object]:
-        words = ["train", *arguments(self.inputs, self.out, *self.kind.options)]
+        words = ["train", *tiny_arguments(self.inputs, self.out, *self.kind.options)]
         if self.kind.snapshots:
             config = self.folder / "config.toml"
             config.write_text(f"[budget]\nsnapshot_every = {SNAPSHOT_EVERY}\n")
@@ -159,7 +168,7 @@ class Series:
     def start(
         self, words: list[object], world: int, killed: dict[int, Kill], trace: bool = False
     ) -> list[Run]:
-        port = forked_ranks.free_port()
+        port = ranks.free_port()
         self.phase_files = [self.folder / f"phase-{rank}" for rank in range(world)]
         for file in self.phase_files:
             file.unlink(missing_ok=True)
@@ -167,14 +176,14 @@ class Series:
             self.forge.start(
                 *words,
                 kill_at=killed[rank].boundary if rank in killed else None,
-                before="phase_log:watch",
+                before="tests.support.process_hooks:log_phases",
                 trace=self.folder / f"trace-{rank}" if trace else None,
                 env={
                     **self.kind.env,
                     "LOHAN_PHASE": str(self.phase_files[rank]),
                     **({"LOHAN_SPANS": str(self.folder / "spans")} if trace else {}),
                     **({"LOHAN_KILL": killed[rank].timer} if rank in killed else {}),
-                    **(forked_ranks.environment(rank, world, port) if world > 1 else {}),
+                    **(ranks.rank_environment(rank, world, port) if world > 1 else {}),
                 },
             )
             for rank in range(world)
@@ -210,7 +219,7 @@ class Series:
 
     def phases_of(self, words: list[object]) -> list[str]:
         """Return the phases of a command, from which the time of the kill is drawn."""
-        first = FIRST[str(words[0])]
+        first = FIRST_PHASE[str(words[0])]
         if first == "export":
             return [first]
         phases = [first, first, "step", "step", "commit", "commit", "export"]
@@ -218,7 +227,7 @@ class Series:
         return phases
 
     def phase_of(self, rank: int) -> str:
-        return phase_log.read(self.phase_files[rank]) or "load"
+        return process_hooks.read_phase(self.phase_files[rank]) or "load"
 
     def wait(self, runs: list[Run], victims: list[int]) -> list[Ended]:
         """Wait for all ranks to end; kill the remaining ones if they do not end in time."""
@@ -247,7 +256,7 @@ class Series:
         start_s = time.monotonic()
         self.whole_process(self.train_words())
         seconds = time.monotonic() - start_s
-        actual, names = result(self.out), self.names()
+        actual, names = tiny_result(self.out), self.names()
         shutil.rmtree(self.out)
         died = Kill(("step", SNAPSHOT_EVERY + 1, 9))
         self.wait(self.start(self.train_words(), self.kind.ranks, {0: died}), [0])
@@ -261,7 +270,7 @@ class Series:
 
     def whole_process(self, words: list[object]) -> None:
         ends = [run.wait() for run in self.start(words, self.kind.ranks, {}, trace=True)]
-        assert [e.code for e in ends] == [0] * len(ends), forked_ranks.errors_of(ends)
+        assert [e.code for e in ends] == [0] * len(ends), ranks.errors_of_ranks(ends)
 
     def names(self) -> list[str]:
         actual: list[str] = json.loads((self.folder / "trace-0").read_text())
@@ -285,7 +294,7 @@ class Series:
         kills, words = 0, self.train_words()
         while True:
             kill = kills < MOST_KILLS and not self.tally.enough()
-            left = 1 - self.promised / (STEPS + 1)
+            left = 1 - self.promised / (TINY_STEPS + 1)
             ends = self.ended(words, kill=kill, world=self.kind.ranks, share=left)
             first, codes = ends[0], [end.code for end in ends]
             actual = re.search(r"resuming after step (\d+)|is at step (\d+)", first.out)
@@ -304,14 +313,13 @@ class Series:
                 continue
             else:
                 what = "lost" if self.promised else "refused"
-                return self.fail(
-                    what, f"step {self.promised} was promised; {forked_ranks.said(ends)}"
-                )
+                errors = ranks.errors_of_ranks(ends)
+                return self.fail(what, f"step {self.promised} was promised; {errors}")
             if words[0] == "train" and self.rows():
                 words = ["resume", self.out]
         self.tally.count("runs completed")
         assert self.whole is not None
-        if result(self.out) != self.whole.result:
+        if tiny_result(self.out) != self.whole.result:
             return self.fail("wrong", "another result")
         leftovers = [path for path in self.out.rglob("*") if ".tmp" in path.name]
         if leftovers:
@@ -345,7 +353,7 @@ class Kill:
 def drawn(whole: Whole, choices: list[str], share: float, draw: random.Random) -> Kill:
     """Draw a kill in one of these phases. Steps, commits and snapshots occur more than once."""
     phase = draw.choice(choices)
-    left = max(1, round(share * STEPS))
+    left = max(1, round(share * TINY_STEPS))
     number = draw.randrange(
         {"step": left, "commit": left, "snapshot": left // 2 or 1}.get(phase, 1)
     )
@@ -413,7 +421,7 @@ def main() -> int:
     tally = Tally(given.kills, start_s + 60 * given.minutes)
     with work_folder(given.work, "kills") as place, ThreadPoolExecutor(given.jobs) as pool:
         report.head(place, "lohan", "torch")
-        inputs = write_inputs(new_folder(place / "inputs"))
+        inputs = write_tiny_inputs(new_folder(place / "inputs"))
         jobs = [
             pool.submit(work, number, given.seed, place, inputs, tally, kinds)
             for number in range(given.jobs)
@@ -424,8 +432,8 @@ def main() -> int:
         finally:
             tally.stop()
     names = [kind.name for kind in kinds]
-    by_kind = {name: {p: tally.kills[name, p] for p in phase_log.PHASES} for name in names}
-    by_kind["all"] = {p: sum(row[p] for row in by_kind.values()) for p in phase_log.PHASES}
+    by_kind = {name: {p: tally.kills[name, p] for p in process_hooks.PHASES} for name in names}
+    by_kind["all"] = {p: sum(row[p] for row in by_kind.values()) for p in process_hooks.PHASES}
     rows = [{"run": name, **row, "all": sum(row.values())} for name, row in by_kind.items()]
     report.table("kills, by what the process was doing", rows)
     reported = ("runs completed", "exports completed", *BAD, "refused")

@@ -176,7 +176,7 @@ def write_inputs(options: argparse.Namespace, work: Path) -> int:
     from lohan.capture.blocks import dtype_of
     from lohan.checkpoint.hf_folder import build_from_config
     from lohan.model.state import STATE_FORMATS
-    from tests.support.random_checkpoint import write_random_checkpoint
+    from tests.support.model_folders import write_random_checkpoint
 
     config = LlamaConfig(
         hidden_size=options.hidden,

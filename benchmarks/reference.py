@@ -44,7 +44,7 @@ def write_model(
     from transformers import LlamaConfig
 
     from lohan.checkpoint.safetensors import TensorFolder
-    from tests.support.random_checkpoint import write_random_checkpoint
+    from tests.support.model_folders import write_random_checkpoint
 
     config = LlamaConfig(
         hidden_size=options.hidden,

@@ -34,10 +34,17 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from common import HERE, Report, note, parser_of, work_folder
+from common import Report, note, parser_of, work_folder
 
-from tests.support.forked_commands import Ended, Forge
-from tests.support.tiny_run import Result, arguments, result, write_inputs
+from tests.support.forked_commands import (
+    Ended,
+    Forge,
+    TinyResult,
+    tiny_arguments,
+    tiny_result,
+    write_tiny_inputs,
+)
+from tests.support.process_hooks import replan_at_once
 
 KINDS: dict[str, tuple[object, ...]] = {
     "plain": (),
@@ -93,10 +100,10 @@ def lohan(*words: object) -> Ended:
     return Ended(code, out.getvalue(), err.getvalue())
 
 
-def cycle(forge: Forge, inputs: Path, folder: Path, kind: str, draw: random.Random) -> Result:
+def cycle(forge: Forge, inputs: Path, folder: Path, kind: str, draw: random.Random) -> TinyResult:
     out, data = folder / "run", inputs / "data.jsonl"
     more = (*KINDS[kind], "--eval-data", data, "--eval-every", 3)
-    words = ("train", *arguments(inputs, out, *more))
+    words = ("train", *tiny_arguments(inputs, out, *more))
     begun = forge.run(*words, kill_at=draw.randrange(250))
     assert begun.code in (0, -signal.SIGKILL), begun.err
     with failing_fsync(draw.randrange(1, 40)):
@@ -109,7 +116,7 @@ def cycle(forge: Forge, inputs: Path, folder: Path, kind: str, draw: random.Rand
     ):
         ended = lohan(*further)
         assert ended.code == 0, ended.err
-    weights, rows = result(out)
+    weights, rows = tiny_result(out)
     assert (folder / "exported" / "model.safetensors").read_bytes() == weights
     return weights, rows
 
@@ -195,18 +202,15 @@ def main() -> int:
     report, draw = Report(as_json=given.json), random.Random(given.seed)
     samples: list[dict[str, int]] = []
     shown: list[dict[str, object]] = []
-    expected: dict[str, Result] = {}
+    expected: dict[str, TinyResult] = {}
     counts: Counter[str] = Counter()
     wrong = 0
     with work_folder(given.work, "soak") as place:
         report.head(place, "lohan", "torch")
         for name in ("forge", "inputs"):
             (place / name).mkdir()
-        inputs, forge = write_inputs(place / "inputs"), Forge(place / "forge")
-        sys.path.insert(0, str(HERE.parent / "tests"))
-        import replan_at_once
-
-        replan_at_once.always()
+        inputs, forge = write_tiny_inputs(place / "inputs"), Forge(place / "forge")
+        replan_at_once()
         start_s = time.monotonic()
         seconds = 60 * given.minutes
         while (passed := time.monotonic() - start_s) < seconds or len(samples) < LEAST:

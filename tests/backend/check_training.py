@@ -22,14 +22,26 @@ from lohan.engine.replanning import OomGuard
 from lohan.errors import BudgetError
 from lohan.util.units import KiB, MiB
 from tests.backend import register
-from tests.support.command_line import arguments, data_fixture, model_fixture  # noqa: F401 - fixtures
-from tests.support.delayed_runs import Result, Tuning, train
-from tests.support.missing_waits import CARELESS, shows
-from tests.support.overlap_cases import CLIP, Case, check_norm_of_device, plain
-from tests.support.small_models import attached, batches, deep_model, small_model
+from tests.support.delayed_runs import (
+    MISSING_WAITS,
+    OVERLAP_CLIP,
+    OverlapCase,
+    PlanTuning,
+    RunResult,
+    check_norm_of_device,
+    missing_wait_shows,
+    serial_result,
+    train_with_delays,
+)
+from tests.support.models import attached, batches, deep_model, small_model
+from tests.support.training_runs import (
+    data_fixture,  # noqa: F401 - a fixture
+    model_fixture,  # noqa: F401 - a fixture
+    train_arguments,
+)
 
 pytestmark = pytest.mark.gpu
-TINY = Tuning(window=1, slots=1, ring=2, spilled=0.6)
+TINY = PlanTuning(window=1, slots=1, ring=2, spilled=0.6)
 MEMORY = 64 * MiB
 trial: Any = register()
 
@@ -49,11 +61,11 @@ def trial_device(memory: int | None = None) -> AcceleratorDevice:
 
 
 @functools.cache
-def on_cpu(kind: str) -> Result:
+def on_cpu(kind: str) -> RunResult:
     """Run on the CPU, with the attention kernel that torch has for every device."""
     with TemporaryDirectory() as place, sdpa_kernel(SDPBackend.MATH):
         train_batches = batches(4, batch=4, seq=24)
-        return train(
+        return train_with_delays(
             small_model(kind),
             train_batches,
             Path(place),
@@ -63,7 +75,7 @@ def on_cpu(kind: str) -> Result:
         )
 
 
-def same(actual: Result, wanted: Result) -> None:
+def same(actual: RunResult, wanted: RunResult) -> None:
     actual.check_there(wanted)
 
 
@@ -78,7 +90,7 @@ def test_language_models(kind, mode, activations, tmp_path):
     train_batches, before = batches(4, batch=4, seq=24), trial.counts()
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
-        result = train(
+        result = train_with_delays(
             small_model(kind),
             train_batches,
             tmp_path,
@@ -99,19 +111,22 @@ def test_the_norm_is_made_on_the_device(doubles, monkeypatch, tmp_path):
     check_norm_of_device(trial_device(), doubles, TINY, tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize("clip", [0.0, CLIP])
+@pytest.mark.parametrize("clip", [0.0, OVERLAP_CLIP])
 @pytest.mark.parametrize("mode", UPDATE_MODES)
 @pytest.mark.parametrize("kind", ["tied", "several"])
 def test_every_buffer_is_used_again_and_again(kind, mode, clip, tmp_path):
-    case = Case(kind=kind, clip=clip)
-    same(case.run(tmp_path, TINY, update_mode=mode, seed=2, device=trial_device()), plain(case))
+    case = OverlapCase(kind=kind, clip=clip)
+    same(
+        case.run(tmp_path, TINY, update_mode=mode, seed=2, device=trial_device()),
+        serial_result(case),
+    )
 
 
 def test_dropout_draws_from_the_device(tmp_path):
     """Whose generator begins with the seed that the host's has; recomputation draws the same."""
-    case = Case(kind="several", micro_batch=1, dropout=0.2)
+    case = OverlapCase(kind="several", micro_batch=1, dropout=0.2)
     result = case.run(tmp_path, TINY, update_mode="balanced", seed=3, device=trial_device())
-    same(result, plain(case))
+    same(result, serial_result(case))
 
 
 def test_a_padded_batch_keeps_all_that_is_planned(tmp_path):
@@ -122,10 +137,10 @@ def test_a_padded_batch_keeps_all_that_is_planned(tmp_path):
         batch["attention_mask"][0, -3:] = 0
     options = {"batch": train_batches[0], "micro_batch": 2, "activations": "all"}
     with sdpa_kernel(SDPBackend.MATH):
-        wanted = train(small_model("llama"), train_batches, tmp_path / "cpu", **options)
+        wanted = train_with_delays(small_model("llama"), train_batches, tmp_path / "cpu", **options)
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
-        result = train(
+        result = train_with_delays(
             small_model("llama"),
             train_batches,
             tmp_path / "there",
@@ -154,7 +169,7 @@ def test_the_command_line(lohan, model, data, tmp_path):
         more = ["--device", device, "--dtype", "fp32", "--micro-batch", 1]
         more += ["--device-memory", "8MiB"] if device == "accelerator" else []
         with sdpa_kernel(SDPBackend.MATH):
-            ended = lohan(*arguments(model, data, tmp_path / device, *more))
+            ended = lohan(*train_arguments(model, data, tmp_path / device, *more))
         assert ended.code == 0, ended
         rows = (tmp_path / device / "metrics.jsonl").read_text().splitlines()
         losses[device] = [json.loads(row)["loss"] for row in rows]
@@ -187,9 +202,9 @@ def test_large_constant_buffer_is_not_committed_with_a_step(tmp_path):
 # -- a wait that is missing ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("careless", "copies_us", "operators_us"), CARELESS)
+@pytest.mark.parametrize(("careless", "copies_us", "operators_us"), MISSING_WAITS)
 def test_a_missing_wait_shows(careless, copies_us, operators_us):
-    assert shows(
+    assert missing_wait_shows(
         careless, lambda times: trial.set_delays(times * copies_us, times * operators_us, 0)
     )
 
@@ -202,12 +217,12 @@ def test_a_quarter_of_what_the_model_needs(tmp_path):
     quarter = sum(p.numel() for p in deep_model().parameters()) * 16 // 4
     options = {"micro_batch": 2, "clip": 0.5}
     with sdpa_kernel(SDPBackend.MATH):
-        wanted = train(deep_model(), train_batches, tmp_path / "cpu", **options)
+        wanted = train_with_delays(deep_model(), train_batches, tmp_path / "cpu", **options)
     torch.accelerator.reset_peak_memory_stats()
     before = torch.accelerator.memory_allocated()
     place = tmp_path / "there"
     device = trial_device(quarter)
-    result = train(
+    result = train_with_delays(
         deep_model(), train_batches, place, seed=4, device=device, batch=train_batches[0], **options
     )
     same(result, wanted)
@@ -294,7 +309,7 @@ def test_host_memory(pinnable, tmp_path):
         assert memory.nbytes == 5 * 4096 and memory.ctypes.data % 4096 == 0
         assert torch.from_numpy(memory).is_pinned()
         return
-    case = Case(kind="plain")
+    case = OverlapCase(kind="plain")
     trial.set_pinnable(4096)
     try:
         with pytest.warns(RuntimeWarning, match=r"cannot pin .*are pinned.*half") as caught:
@@ -302,4 +317,4 @@ def test_host_memory(pinnable, tmp_path):
     finally:
         trial.set_pinnable(1 << 40)
     assert len([w for w in caught if "cannot pin" in str(w.message)]) == 1
-    same(result, plain(case))
+    same(result, serial_result(case))

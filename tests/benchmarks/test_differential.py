@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import differential
 from benchmarks.differential import SIMPLEST, Outcome, Tally, draw, only_changes, shrink
-from tests.support.differential_cases import SHORT
+from tests.support.process_hooks import DIFFERENTIAL_CASES
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -19,13 +19,13 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_overlapped_runs_equal_the_serial_path_and_torch(forge, tmp_path):
     ended = forge.run(
         "--help",
-        before="tests.support.differential_cases:run_short_form",
+        before="tests.support.process_hooks:run_differential_cases",
         env={"LOHAN_CASE": str(tmp_path)},
     )
     assert ended.code == 0, ended.err
     outcomes = json.loads((tmp_path / "outcomes.json").read_text())
     assert [outcome for outcome in outcomes if outcome[0] != "same"] == []
-    assert len(outcomes) == len(SHORT)
+    assert len(outcomes) == len(DIFFERENTIAL_CASES)
 
 
 @pytest.mark.slow

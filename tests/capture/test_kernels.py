@@ -15,7 +15,7 @@ from torch import nn
 from transformers.models.llama import modeling_llama
 
 from lohan.errors import ModelError
-from tests.support.small_models import attached, batches, small_model
+from tests.support.models import attached, batches, small_model
 
 WIDTH = 8
 

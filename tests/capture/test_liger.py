@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.small_models import attached, batches, small_model
+from tests.support.models import attached, batches, small_model
 
 ROOT = Path(__file__).resolve().parents[2]
 MISSING = [name for name in ("liger_kernel", "triton") if find_spec(name) is None]

@@ -9,7 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lohan.capture.recompute import discard_saved_tensors, no_saved_tensors
 from lohan.errors import ModelError
-from tests.support.small_models import assert_close, lohan_run, plain_run
+from tests.support.models import assert_close, lohan_run, plain_run
 
 
 class Moody(nn.Module):

@@ -12,8 +12,8 @@ from torch import nn
 from lohan.capture.placeholders import ParameterView, lacks_values
 from lohan.capture.saved_call import SavedCall
 from lohan.errors import ModelError
-from tests.support.small_models import assert_close, attached, lohan_run, loss_of, plain_run
-from tests.support.unusual_modules import WIDTH, Step
+from tests.support.architectures import MODULE_WIDTH, StepOutput
+from tests.support.models import assert_close, attached, lohan_run, loss_of, plain_run
 
 
 class Idioms(nn.Module):
@@ -21,15 +21,19 @@ class Idioms(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.entry = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Step() for _ in range(2))
+        self.entry = nn.Linear(MODULE_WIDTH, MODULE_WIDTH)
+        self.blocks = nn.ModuleList(StepOutput() for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight, first = self.entry.weight, next(self.blocks.parameters())
         assert first.requires_grad and first.is_leaf and not first.is_meta
         x = self.entry(x.to(weight.device, weight.dtype))
         x = x + torch.ones(x.shape, device=weight.device, dtype=weight.dtype)
-        x = x * weight.new_full((WIDTH,), 1.5) + torch.ones_like(first)[0] + weight.new_zeros(())
+        x = (
+            x * weight.new_full((MODULE_WIDTH,), 1.5)
+            + torch.ones_like(first)[0]
+            + weight.new_zeros(())
+        )
         x = x.to(weight).type_as(first) * (first.shape[0] / first.numel())
         for block in self.blocks:
             parameter = next(block.parameters())
@@ -39,7 +43,7 @@ class Idioms(nn.Module):
     @staticmethod
     def data(steps: int) -> list[dict[str, torch.Tensor]]:
         g = torch.Generator().manual_seed(2)
-        return [{"x": torch.randn(4, 3, WIDTH, generator=g)} for _ in range(steps)]
+        return [{"x": torch.randn(4, 3, MODULE_WIDTH, generator=g)} for _ in range(steps)]
 
 
 class Gained(Idioms):
@@ -47,10 +51,10 @@ class Gained(Idioms):
 
     def __init__(self) -> None:
         super().__init__()
-        self.gain = nn.Parameter(torch.full((2 * WIDTH,), 1.1))
+        self.gain = nn.Parameter(torch.full((2 * MODULE_WIDTH,), 1.1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.blocks[0](self.gain[:WIDTH]).sum() * self.entry(x).square().mean()
+        return self.blocks[0](self.gain[:MODULE_WIDTH]).sum() * self.entry(x).square().mean()
 
 
 class Measured(Gained):
@@ -164,15 +168,15 @@ def test_views_of_parameters_are_read_as_ordinary_tensors(tmp_path):
     with attached(model, tmp_path), torch.no_grad():
         assert torch.equal(loss_of(model, data[0]), loss)
         row = model.entry.weight[1]
-        average = torch.zeros(WIDTH).lerp_(row, 0.5)
+        average = torch.zeros(MODULE_WIDTH).lerp_(row, 0.5)
         average += row.clone().mul_(0.5)
         assert torch.equal(average, expected[1])
         assert type(copy.deepcopy(row)) is type(row + 1) is type(row.clone()) is torch.Tensor
         assert torch.equal(pickle.loads(pickle.dumps(row)), expected[1])
         assert torch.equal(torch.stack([row, model.entry.weight[1]]).mean(0), expected[1])
         assert torch.equal(row @ model.entry.weight, expected[1] @ expected)
-        assert type(model.gain[:WIDTH]) is type(row) is ParameterView
-        call = SavedCall("block", (row, [row]), {"gain": model.gain[:WIDTH]})
+        assert type(model.gain[:MODULE_WIDTH]) is type(row) is ParameterView
+        call = SavedCall("block", (row, [row]), {"gain": model.gain[:MODULE_WIDTH]})
         assert [type(tensor) for tensor in call.tensors] == [torch.Tensor] * 3
 
 

@@ -7,6 +7,7 @@ import random
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lohan.capture.blocks import cut
 from lohan.capture.recompute import no_saved_tensors
+from lohan.capture.saved_call import SavedCall
 from lohan.capture.selective_checkpoint import (
     SavedOps,
     SavePlan,
@@ -28,17 +30,70 @@ from lohan.capture.selective_checkpoint import (
 )
 from lohan.capture.tracing import Inventory, SavePlans, inventory
 from lohan.errors import LohanError
-from tests.support.block_calls import (
-    CONFIGS,
-    SEQ,
-    assert_same,
-    call_made,
-    forward_and_backward,
-    small_block,
-)
-from tests.support.small_models import attached, batches, loss_of, small_model, stored_bytes
+from tests.support.architectures import BLOCK_CONFIGS, BLOCK_SEQ, block_call, small_block
+from tests.support.models import attached, batches, loss_of, small_model, stored_bytes
 
 BATCH = 4
+
+
+@dataclass
+class CallResult:
+    gradients: list[torch.Tensor]
+    random: torch.Tensor  # state behind the last recomputation
+    kept_bytes: int
+
+
+def forward_and_backward(
+    block: nn.Module,
+    call: SavedCall,
+    *,
+    micro_batch: int,
+    save_plan: Callable[[int], SavePlan | None],
+    between: Callable[[SavedOps], None] = lambda kept: None,
+    counting: Any = None,
+) -> CallResult:
+    """Run a call as the executor does: forward of all slices, then recomputation and backward.
+
+    `save_plan` returns the plan for a slice of that many samples; None recomputes everything.
+    """
+    torch.manual_seed(5)
+    block.zero_grad()
+    slices, left = call.slices(micro_batch), []
+    with torch.no_grad():
+        for part in slices:
+            _, args, kwargs = call.restore(part, grad=False)
+            state, wanted = torch.get_rng_state(), save_plan(part.stop - part.start)
+            if wanted is None:
+                left.append((state, None))
+                block(*args, **kwargs)
+            else:
+                _, kept = run_and_save(lambda a=args, k=kwargs: block(*a, **k), wanted)
+                left.append((state, kept))
+    held = sum(t.nbytes for _, kept in left if kept is not None for t in kept.tensors)
+    gradients: list[torch.Tensor] = []
+    for part, (state, kept) in zip(slices, left, strict=True):
+        torch.set_rng_state(state)
+        tensors, args, kwargs = call.restore(part, grad=True)
+        with counting or nullcontext():
+            if kept is None:
+                out = block(*args, **kwargs)
+                out = out[0] if isinstance(out, tuple) else out
+            else:
+                between(kept)
+                out = recompute_with(lambda a=args, k=kwargs: block(*a, **k), kept)[0]
+        after = torch.get_rng_state()
+        grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(7), dtype=out.dtype)
+        out.backward(grad)
+        gradients += [tensor.grad for tensor in tensors if tensor.grad is not None]
+    gradients += [p.grad.clone() for p in block.parameters() if p.grad is not None]
+    return CallResult(gradients, after, held)
+
+
+def assert_same(one: CallResult, other: CallResult) -> None:
+    """Bit for bit, the random state included."""
+    assert len(one.gradients) == len(other.gradients) > 1
+    assert all(map(torch.equal, one.gradients, other.gradients))
+    assert torch.equal(one.random, other.random)
 
 
 @cache
@@ -80,7 +135,7 @@ def moved(kept: SavedOps) -> None:
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 3, 4])
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", BLOCK_CONFIGS)
 def test_every_choice_of_classes_gives_the_same_bits(kind, micro_batch):
     expected = plain(kind, micro_batch)
     draw = random.Random(micro_batch)
@@ -92,7 +147,7 @@ def test_every_choice_of_classes_gives_the_same_bits(kind, micro_batch):
     assert_same(keeping(kind, lambda _: True, micro_batch), expected)
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", BLOCK_CONFIGS)
 def test_bytes_and_flops_are_those_of_the_inventory(kind):
     actual = inventory_of(kind, BATCH)
     names = [part.name for part in actual.classes]
@@ -363,7 +418,7 @@ def kept_names(model, batch, choice):
     for number, site in enumerate(cut(model).sites):
         if site.name.rpartition(".")[2].isdigit():
             module = model.get_submodule(site.name)
-            _, args, kwargs = call_made(model, module, batch).restore(slice(0, 2), grad=True)
+            _, args, kwargs = block_call(model, module, batch).restore(slice(0, 2), grad=True)
             actual = inventory(module, args, kwargs).classes
             names[number] = frozenset(part.name for part in actual[choice])
     return names
@@ -392,7 +447,7 @@ def early_stopped(block, call, part, stop, *, counting=None):
     return [*created, *(p.grad.clone() for p in block.parameters()), after]
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", BLOCK_CONFIGS)
 def test_recomputation_ends_where_backward_begins(kind):
     """The first one shows what is not needed; later ones leave it out. Bits stay."""
     block, call = call_of(kind)
@@ -408,7 +463,7 @@ def test_recomputation_ends_where_backward_begins(kind):
         actual = early_stopped(block, call, slice(0, 2), stop, counting=counting)
         assert all(map(torch.equal, actual, expected)) and len(actual) == len(expected)
     saved = full.get_total_flops() - less.get_total_flops()
-    assert saved == 2 * 2 * SEQ * 32 * (128 if kind == "gpt2" else 80)  # the last projection
+    assert saved == 2 * 2 * BLOCK_SEQ * 32 * (128 if kind == "gpt2" else 80)  # the last projection
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float64])

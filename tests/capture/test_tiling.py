@@ -8,7 +8,7 @@ from torch import nn
 
 from lohan.capture.casting import cast_inputs
 from lohan.capture.tiling import Tiling
-from tests.support.small_models import small_model
+from tests.support.models import small_model
 
 WIDTH, TOKENS = 8, 48
 

@@ -12,11 +12,18 @@ from transformers import AutoModelForCausalLM
 from lohan.capture.tracing import inventory
 from lohan.errors import ModelError
 from lohan.model.shapes import Activation
-from tests.support.block_calls import CONFIGS, SEQ, SIZES, call_made, second_block, small_block
-from tests.support.model_families import CONFIGS as FAMILIES
+from tests.support.architectures import (
+    BLOCK_CONFIGS,
+    BLOCK_SEQ,
+    BLOCK_SIZES,
+    block_call,
+    second_block,
+    small_block,
+)
+from tests.support.models import FAMILY_CONFIGS
 
 BATCH = 3
-HIDDEN, INNER = SIZES["hidden_size"], SIZES["intermediate_size"]
+HIDDEN, INNER = BLOCK_SIZES["hidden_size"], BLOCK_SIZES["intermediate_size"]
 
 
 def parts(block, call):
@@ -41,25 +48,25 @@ def really_saved(block, call) -> int:
     return sum(t.untyped_storage().nbytes() for key, t in saved.items() if key not in existing_keys)
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", BLOCK_CONFIGS)
 def test_input_and_classes_are_what_autograd_saves(kind):
     block, call = small_block(kind, batch=BATCH)
     actual = parts(block, call)
     names = [part.name for part in actual.classes]
     assert len(set(names)) == len(names) > 8
     elements = actual.shape.input_elements + sum(a.elements for a in actual.shape.activations)
-    assert elements * 4 * BATCH * SEQ == pytest.approx(really_saved(block, call), rel=1e-12)
+    assert elements * 4 * BATCH * BLOCK_SEQ == pytest.approx(really_saved(block, call), rel=1e-12)
     assert actual.shape.input_elements == HIDDEN
     assert actual.kept_bytes(names) == sum(part.bytes for part in actual.classes)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILY_CONFIGS)
 def test_every_family_has_an_inventory(family):
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(FAMILIES[family]).train()
+    model = AutoModelForCausalLM.from_config(FAMILY_CONFIGS[family]).train()
     block = second_block(model)
     batch = {"input_ids": torch.ones(BATCH, 16, dtype=torch.long), "use_cache": False}
-    call = call_made(model, block, batch)
+    call = block_call(model, block, batch)
     actual = parts(block, call)
     everything = actual.kept_bytes([part.name for part in actual.classes])
     hidden = call.tensors[0].numel() * 4
@@ -74,7 +81,9 @@ def test_flops_are_those_of_the_real_block():
     actual = inventory(block, args, kwargs, flops_per_byte=0.0)
     with FlopCounterMode(display=False) as counter:
         block(*args, **kwargs)
-    assert actual.shape.flops * BATCH * SEQ == counter.get_total_flops()  # has no CPU attention
+    assert (
+        actual.shape.flops * BATCH * BLOCK_SEQ == counter.get_total_flops()
+    )  # has no CPU attention
     assert actual.shape.flops_per_context == 2 * HIDDEN  # causal
     by_name = {a.name: a for a in actual.shape.activations}
     assert by_name["mm gate_proj+up_proj"] == Activation(
@@ -83,7 +92,7 @@ def test_flops_are_those_of_the_real_block():
     assert by_name["add q_proj"] == Activation("add q_proj", HIDDEN, 2 * HIDDEN * HIDDEN)
     assert by_name["mm v_proj"].flops == 2 * HIDDEN * HIDDEN / 2
     attention = next(a for a in actual.shape.activations if a.flops_per_context)
-    heads = SIZES["num_attention_heads"]
+    heads = BLOCK_SIZES["num_attention_heads"]
     assert attention.elements == HIDDEN + heads  # with the logarithms of its sums
     last = 2 * HIDDEN * INNER  # of the last product nothing in backward needs the result
     assert actual.shape.flops - sum(a.flops for a in actual.shape.activations) == last
@@ -116,7 +125,7 @@ def test_a_small_tensor_stands_in_for_its_wide_copy():
     everything = [part.name for part in actual.classes]
     assert total.keys.isdisjoint(actual.save_plan(everything).keep)
     assert total.keys <= actual.save_plan(["add o_proj"]).keep
-    hidden = BATCH * SEQ * HIDDEN * 2
+    hidden = BATCH * BLOCK_SEQ * HIDDEN * 2
     assert actual.kept_bytes(everything) <= really_saved(block, call)
     assert actual.kept_bytes(everything) >= really_saved(block, call) - hidden
 

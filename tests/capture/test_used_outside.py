@@ -7,15 +7,14 @@ import torch
 
 from lohan.capture.blocks import Outside, cut, cut_for, site_names, used_outside
 from lohan.checkpoint.hf_folder import build_from_config
-from tests.support.architectures import data_of, model_of
-from tests.support.model_families import CONFIGS
-from tests.support.unusual_modules import Plain
+from tests.support.architectures import Plain, architecture_batches, architecture_model
+from tests.support.models import FAMILY_CONFIGS
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", FAMILY_CONFIGS)
 def test_language_models_are_cut_the_same_with_and_without_a_batch(family):
     """Plans, runs and resumed runs therefore agree, whether or not they have a batch."""
-    model = build_from_config(CONFIGS[family], dtype=torch.float32)
+    model = build_from_config(FAMILY_CONFIGS[family], dtype=torch.float32)
     batch = {"input_ids": torch.empty((2, 8), dtype=torch.long, device="meta")}
     assert cut_for(model, batch) == cut(model)
 
@@ -36,8 +35,8 @@ def test_finds_parts_and_parameters_used_outside_their_block(outside, expected):
 
 def test_dit_calls_a_part_of_its_first_block():
     pytest.importorskip("diffusers")
-    model = model_of("dit")
-    blocks = cut_for(model, data_of("dit", 1)[0])
+    model = architecture_model("dit")
+    blocks = cut_for(model, architecture_batches("dit", 1)[0])
     (part,) = (s for s in blocks.sites if s.name.startswith("model.transformer_blocks.0."))
     assert part.name == "model.transformer_blocks.0.norm1.emb"
     assert part.groups == ("model.transformer_blocks.0",)

@@ -23,14 +23,20 @@ from lohan.checkpoint.sources import (
     saved_layout,
 )
 from lohan.errors import ModelError
-from tests.support.architectures import model_of
-from tests.support.model_families import GROUPED, VOCAB, logits, save_model
-from tests.support.small_models import attached, batches
+from tests.support.architectures import architecture_model
+from tests.support.models import (
+    FAMILY_VOCAB,
+    GROUPED_SIZES,
+    attached,
+    batches,
+    family_logits,
+    save_model,
+)
 
 EXPERTS = {
-    "mixtral": MixtralConfig(**GROUPED, num_local_experts=12, num_experts_per_tok=2),
+    "mixtral": MixtralConfig(**GROUPED_SIZES, num_local_experts=12, num_experts_per_tok=2),
     "qwen3-moe": Qwen3MoeConfig(
-        **GROUPED, moe_intermediate_size=24, num_experts=11, num_experts_per_tok=2
+        **GROUPED_SIZES, moe_intermediate_size=24, num_experts=11, num_experts_per_tok=2
     ),
 }
 
@@ -72,7 +78,7 @@ def test_layout_is_that_of_save_pretrained(saved):
 
 @pytest.mark.parametrize("kind", ["t5", "bert", "vit", "llava", "qwen-vl"])
 def test_names_of_other_models_are_those_of_save_pretrained(kind, tmp_path):
-    model = model_of(kind)
+    model = architecture_model(kind)
     model.save_pretrained(tmp_path)
     layout = saved_layout(model, {name: tuple(p.shape) for name, p in model.named_parameters()})
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
@@ -86,7 +92,7 @@ def test_round_trip(saved, tmp_path):
     """
     _, folder = saved
     model = lohan.load(folder).train()
-    data = batches(2, batch=2, seq=12, vocab=VOCAB)
+    data = batches(2, batch=2, seq=12, vocab=FAMILY_VOCAB)
     with attached(model, tmp_path / "state") as session:
         for batch in data:
             model(**batch).loss.backward()
@@ -100,7 +106,7 @@ def test_round_trip(saved, tmp_path):
         plain = AutoModelForCausalLM.from_pretrained(tmp_path / item).eval()
         with torch.no_grad():
             assert torch.allclose(plain(data[0]["input_ids"]).logits, wanted, atol=1e-5)
-    assert not torch.equal(logits(plain), logits(saved[0]))
+    assert not torch.equal(family_logits(plain), family_logits(saved[0]))
 
 
 def test_joins_adjacent_rows_into_longest_runs():
@@ -161,6 +167,6 @@ def test_tensors_that_are_saved_together_are_written_as_the_model_has_them(monke
         return {"together": torch.cat([tensor.flatten() for tensor in tensors.values()])}
 
     monkeypatch.setattr("transformers.core_model_loading.revert_weight_conversion", revert)
-    model = model_of("t5")
+    model = architecture_model("t5")
     shapes = {"text": (2, 3), "vision": (4, 3)}
     assert saved_layout(model, shapes) == {"text": "text", "vision": "vision"}

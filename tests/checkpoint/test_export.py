@@ -21,7 +21,7 @@ from lohan.checkpoint.hf_folder import export_folder, persistent_buffers
 from lohan.checkpoint.replacing import MARK, write_mark
 from lohan.checkpoint.sources import ModuleSource
 from lohan.errors import BudgetError, ModelError, StorageIOError
-from tests.support.model_families import CONFIGS, IDS, logits, save_model
+from tests.support.models import FAMILY_CONFIGS, FAMILY_IDS, family_logits, save_model
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -46,7 +46,7 @@ def export(model: PreTrainedModel, out: Path, **options: object) -> Path:
 
 def save_export(folder: Path, family: str) -> PreTrainedModel:
     """Save a model as an export does: with the mark that allows it to be overwritten."""
-    model = save_model(folder, CONFIGS[family])
+    model = save_model(folder, FAMILY_CONFIGS[family])
     write_mark(folder, "run")
     return model
 
@@ -62,7 +62,7 @@ def reload(folder: Path, **options: object) -> PreTrainedModel:
 @pytest.mark.parametrize("shard_bytes", [5 * 10**9, 20_000])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3", "opt", "gemma2", "gemma3"])
 def test_same_logits_after_reload(tmp_path: Path, family: str, shard_bytes: int) -> None:
-    model = save_model(tmp_path / "in", CONFIGS[family])
+    model = save_model(tmp_path / "in", FAMILY_CONFIGS[family])
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.01)
@@ -71,19 +71,19 @@ def test_same_logits_after_reload(tmp_path: Path, family: str, shard_bytes: int)
     )
     assert (out / "model.safetensors.index.json").exists() == (shard_bytes == 20_000)
     again = reload(out)
-    assert torch.equal(logits(again), logits(model))
+    assert torch.equal(family_logits(again), family_logits(model))
     assert again.config.use_cache is True
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_exported_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
-    model = save_model(tmp_path / "in", CONFIGS["llama"])
+    model = save_model(tmp_path / "in", FAMILY_CONFIGS["llama"])
     export(model, tmp_path / "out", source_folder=tmp_path / "in", dtype=dtype)
     again = reload(tmp_path / "out", dtype="auto")
     assert again.dtype == dtype
     wanted = AutoModelForCausalLM.from_pretrained(tmp_path / "in", dtype=dtype)
-    assert torch.equal(logits(again), logits(wanted))
+    assert torch.equal(family_logits(again), family_logits(wanted))
     raw = json.loads((tmp_path / "out" / "config.json").read_text())
     assert raw["dtype"] == str(dtype).removeprefix("torch.")
     assert raw["architectures"] == ["LlamaForCausalLM"]
@@ -91,9 +91,9 @@ def test_exported_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
 
 def test_everything_but_weights_is_copied(tmp_path: Path) -> None:
     source = tmp_path / "in"
-    model = save_model(source, CONFIGS["llama"])
+    model = save_model(source, FAMILY_CONFIGS["llama"])
     save_tokenizer(source)
-    GenerationConfig(max_new_tokens=9, **IDS).save_pretrained(source)
+    GenerationConfig(max_new_tokens=9, **FAMILY_IDS).save_pretrained(source)
     raw = json.loads((source / "config.json").read_text())
     raw["torch_dtype"] = raw.pop("dtype")
     (source / "config.json").write_text(json.dumps({**raw, "note": "é"}))
@@ -116,10 +116,10 @@ def test_everything_but_weights_is_copied(tmp_path: Path) -> None:
 
 
 def test_without_a_source_folder(tmp_path: Path) -> None:
-    model = save_model(tmp_path / "in", CONFIGS["llama"])
+    model = save_model(tmp_path / "in", FAMILY_CONFIGS["llama"])
     model.config.use_cache = False
     out = export(model, tmp_path / "deep" / "out", config=model.config)
-    assert torch.equal(logits(reload(out)), logits(model))
+    assert torch.equal(family_logits(reload(out)), family_logits(model))
     assert json.loads((out / "config.json").read_text())["use_cache"] is True
     assert model.config.use_cache is False
     plain = export(torch.nn.Linear(2, 2), tmp_path / "plain", config=object())
@@ -127,13 +127,13 @@ def test_without_a_source_folder(tmp_path: Path) -> None:
 
 
 def test_existing_target(tmp_path: Path) -> None:
-    model = save_model(tmp_path / "in", CONFIGS["llama"])
+    model = save_model(tmp_path / "in", FAMILY_CONFIGS["llama"])
     other = save_export(tmp_path / "out", "qwen3")
     with pytest.raises(ModelError, match=rf"{tmp_path}/out: exists and holds 4 files; .*--out"):
         export(model, tmp_path / "out", source_folder=tmp_path / "in")
-    assert torch.equal(logits(reload(tmp_path / "out")), logits(other))
+    assert torch.equal(family_logits(reload(tmp_path / "out")), family_logits(other))
     export(model, tmp_path / "out", source_folder=tmp_path / "in", overwrite=True)
-    assert torch.equal(logits(reload(tmp_path / "out")), logits(model))
+    assert torch.equal(family_logits(reload(tmp_path / "out")), family_logits(model))
     (tmp_path / "empty").mkdir()
     export(model, tmp_path / "empty", source_folder=tmp_path / "in")
     (tmp_path / "file").touch()
@@ -150,12 +150,12 @@ def test_existing_target(tmp_path: Path) -> None:
 def test_exporting_over_the_source(tmp_path: Path) -> None:
     model = save_export(tmp_path / "in", "gpt2")
     export(model, tmp_path / "in", source_folder=tmp_path / "in", overwrite=True)
-    assert torch.equal(logits(reload(tmp_path / "in")), logits(model))
+    assert torch.equal(family_logits(reload(tmp_path / "in")), family_logits(model))
 
 
 @pytest.mark.parametrize("error", [RuntimeError("boom"), KeyboardInterrupt(), OSError(5, "I/O")])
 def test_failure_leaves_nothing_behind(tmp_path: Path, error: BaseException) -> None:
-    model = save_model(tmp_path / "in", CONFIGS["llama"])
+    model = save_model(tmp_path / "in", FAMILY_CONFIGS["llama"])
     other = save_export(tmp_path / "old", "qwen3")
     calls = []
 
@@ -178,13 +178,13 @@ def test_failure_leaves_nothing_behind(tmp_path: Path, error: BaseException) -> 
                 overwrite=True,
             )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "old"]
-    assert torch.equal(logits(reload(tmp_path / "old")), logits(other))
+    assert torch.equal(family_logits(reload(tmp_path / "old")), family_logits(other))
 
 
 def test_failed_rename_brings_the_old_folder_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = save_model(tmp_path / "in", CONFIGS["llama"])
+    model = save_model(tmp_path / "in", FAMILY_CONFIGS["llama"])
     other = save_export(tmp_path / "old", "qwen3")
     rename = Path.rename
 
@@ -197,11 +197,11 @@ def test_failed_rename_brings_the_old_folder_back(
     with pytest.raises(StorageIOError, match="Input/output error"):
         export(model, tmp_path / "old", source_folder=tmp_path / "in", overwrite=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "old"]
-    assert torch.equal(logits(reload(tmp_path / "old")), logits(other))
+    assert torch.equal(family_logits(reload(tmp_path / "old")), family_logits(other))
 
 
 def test_disk_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = save_model(tmp_path / "in", CONFIGS["llama"])
+    model = save_model(tmp_path / "in", FAMILY_CONFIGS["llama"])
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(10**6, 0, 12_000))
     with pytest.raises(BudgetError, match=r"needs \d+\.\d+ KiB, 11\.72 KiB free on .*another"):
         export(model, tmp_path / "new" / "out", source_folder=tmp_path / "in")
@@ -209,6 +209,6 @@ def test_disk_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_source_folder_gone(tmp_path: Path) -> None:
-    model = save_model(tmp_path / "in", CONFIGS["llama"])
+    model = save_model(tmp_path / "in", FAMILY_CONFIGS["llama"])
     with pytest.raises(ModelError, match=r"gone: the folder that the model came from"):
         export(model, tmp_path / "out", source_folder=tmp_path / "gone")

@@ -13,7 +13,7 @@ import lohan
 from lohan.checkpoint import gguf_folder
 from lohan.checkpoint.quantized import open_folder
 from lohan.errors import ModelError
-from tests.support.small_models import attached, batches, loss_of
+from tests.support.models import attached, batches, loss_of
 
 gguf = pytest.importorskip("gguf", reason="GGUF files need the package gguf")
 

@@ -27,14 +27,14 @@ from lohan.checkpoint.hf_folder import (
 from lohan.checkpoint.sources import tied_names
 from lohan.errors import ModelError
 from tests.support import HANG_S
-from tests.support.model_families import CONFIGS, IDS, logits, save_model
-from tests.support.random_checkpoint import write_random_checkpoint
+from tests.support.model_folders import write_random_checkpoint
+from tests.support.models import FAMILY_CONFIGS, FAMILY_IDS, family_logits, save_model
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", FAMILY_CONFIGS)
 def test_same_as_from_pretrained(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
-    save_model(tmp_path, CONFIGS[family])
+    save_model(tmp_path, FAMILY_CONFIGS[family])
     wanted = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
     model = build_model(tmp_path, dtype=dtype)
     assert type(model) is type(wanted)
@@ -56,20 +56,20 @@ def test_same_as_from_pretrained(tmp_path: Path, family: str, dtype: torch.dtype
 
 
 def test_parameters_are_real_again_after_building() -> None:
-    build_from_config(CONFIGS["llama"], dtype=torch.float32)
+    build_from_config(FAMILY_CONFIGS["llama"], dtype=torch.float32)
     assert not torch.nn.Linear(2, 2).weight.is_meta
 
 
 def test_building_does_not_change_the_config() -> None:
-    config = LlamaConfig(**CONFIGS["llama"].to_dict())
+    config = LlamaConfig(**FAMILY_CONFIGS["llama"].to_dict())
     before = config.to_dict()
     build_from_config(config, dtype=torch.bfloat16)
     assert config.to_dict() == before
 
 
 def test_generation_config_comes_from_the_folder(tmp_path: Path) -> None:
-    CONFIGS["llama"].save_pretrained(tmp_path)
-    GenerationConfig(max_new_tokens=7, **IDS).save_pretrained(tmp_path)
+    FAMILY_CONFIGS["llama"].save_pretrained(tmp_path)
+    GenerationConfig(max_new_tokens=7, **FAMILY_IDS).save_pretrained(tmp_path)
     model = build_model(tmp_path, dtype=torch.float32)
     assert model.generation_config.max_new_tokens == 7
     (tmp_path / "generation_config.json").write_text("{")
@@ -87,7 +87,7 @@ def test_persistent_buffers_are_loaded(tmp_path: Path, monkeypatch: pytest.Monke
         self.register_buffer("scale", torch.ones(3))
 
     monkeypatch.setattr(LlamaRMSNorm, "__init__", with_buffer)
-    model = save_model(tmp_path, CONFIGS["llama"])
+    model = save_model(tmp_path, FAMILY_CONFIGS["llama"])
     for i, buffer in enumerate(persistent_buffers(model).values()):
         buffer.fill_(i + 0.5)
     model.save_pretrained(tmp_path)
@@ -128,7 +128,7 @@ def test_errors_name_the_folder_and_the_next_move(tmp_path: Path) -> None:
 
 
 def test_rejects_inconsistent_sizes(tmp_path: Path) -> None:
-    raw = {**CONFIGS["gpt2"].to_dict(), "n_head": 5}
+    raw = {**FAMILY_CONFIGS["gpt2"].to_dict(), "n_head": 5}
     (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(ModelError, match=r"cannot (build the model|use config).*"):
         build_model(tmp_path, dtype=torch.float32)
@@ -137,16 +137,16 @@ def test_rejects_inconsistent_sizes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "opt"])
 def test_random_checkpoint(tmp_path: Path, family: str) -> None:
     for name, seed in (("a", 3), ("b", 3), ("c", 4)):
-        write_random_checkpoint(tmp_path / name, CONFIGS[family], seed=seed, std=0.05)
+        write_random_checkpoint(tmp_path / name, FAMILY_CONFIGS[family], seed=seed, std=0.05)
     models = {}
     for name in "abc":
         models[name], report = AutoModelForCausalLM.from_pretrained(
             tmp_path / name, output_loading_info=True
         )
         assert not any(report.values())
-    assert torch.equal(logits(models["a"]), logits(models["b"]))
-    assert not torch.equal(logits(models["a"]), logits(models["c"]))
-    fresh = AutoModelForCausalLM.from_config(CONFIGS[family], dtype=torch.float32)
+    assert torch.equal(family_logits(models["a"]), family_logits(models["b"]))
+    assert not torch.equal(family_logits(models["a"]), family_logits(models["c"]))
+    fresh = AutoModelForCausalLM.from_config(FAMILY_CONFIGS[family], dtype=torch.float32)
     parameters = dict(fresh.named_parameters())
     for name, parameter in models["a"].named_parameters():
         if "norm" in name or ".ln_" in name:
@@ -163,7 +163,7 @@ from pathlib import Path
 from transformers import LlamaConfig
 from lohan.checkpoint.hf_folder import export_folder
 from lohan.checkpoint.hf_folder import build_from_config, build_model
-from tests.support.random_checkpoint import write_random_checkpoint
+from tests.support.model_folders import write_random_checkpoint
 from lohan.checkpoint.sources import FolderSource, checkpoint_map, element_ranges
 from lohan.checkpoint.safetensors import TensorFolder
 

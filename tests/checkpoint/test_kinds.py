@@ -16,9 +16,12 @@ from transformers import BertConfig, ViTConfig
 import lohan
 from lohan.checkpoint.hf_folder import KINDS, kind_of
 from lohan.errors import ModelError
-from tests.support.architectures import data_of, model_of, without_noise
-from tests.support.command_line import data_fixture, model_fixture  # noqa: F401 - fixtures
-from tests.support.small_models import assert_close, attached, loss_of, master_weights, plain_run
+from tests.support.architectures import architecture_batches, architecture_model, without_noise
+from tests.support.models import assert_close, attached, loss_of, master_weights, plain_run
+from tests.support.training_runs import (
+    data_fixture,  # noqa: F401 - a fixture
+    model_fixture,  # noqa: F401 - a fixture
+)
 
 
 @pytest.fixture
@@ -37,12 +40,12 @@ LOADED = {
 
 @pytest.mark.parametrize("kind", LOADED)
 def test_loads_trains_and_exports(kind, tmp_path):
-    result = model_of(kind)
+    result = architecture_model(kind)
     result.save_pretrained(tmp_path / "model")
     net = lohan.load(tmp_path / "model").train()
     assert type(net) is type(result) and all(p.is_meta for p in net.parameters())
     assert kind_of(net.config, tmp_path) == LOADED[kind]
-    batches = data_of(kind, 2)
+    batches = architecture_batches(kind, 2)
     expected_losses, expected = plain_run(result, batches)
     with attached(net, tmp_path, micro_batch=2) as session:
         losses = []
@@ -81,11 +84,11 @@ def test_the_command_line_names_what_it_trains(cli, data, tmp_path):
 
 def test_loads_diffusers_folder_on_meta_and_rejects_unknown_class(tmp_path):
     pytest.importorskip("diffusers")
-    from tests.support.diffusion_folders import loaded, save_pipeline
+    from tests.support.model_folders import load_denoiser, save_pipeline
 
     folder = save_pipeline(tmp_path / "pipeline", "sd3")
     net = lohan.load(folder, dtype="bf16")
-    tensor = loaded(folder / "transformer", "sd3").to(torch.bfloat16)
+    tensor = load_denoiser(folder / "transformer", "sd3").to(torch.bfloat16)
     assert type(net) is type(tensor) and all(p.is_meta for p in net.parameters())
     buffers = dict(tensor.named_buffers())
     assert buffers and all(torch.equal(b, buffers[n]) for n, b in net.named_buffers())

@@ -6,7 +6,7 @@ import pytest
 
 from lohan.checkpoint.adapters import add_lora
 from lohan.optim import Lora
-from tests.support.small_models import small_model
+from tests.support.models import small_model
 
 pytest.importorskip("peft", reason="adapters need the extra: pip install 'lohan[peft]'")
 

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 from lohan.checkpoint.low_rank import best_factors
-from tests.support.evaluated_run import (
-    inputs_fixture,  # noqa: F401 - fixtures
-    run,
+from tests.support.training_runs import (
+    evaluated_inputs_fixture,  # noqa: F401 - a fixture
+    run_evaluated,
 )
 
 
@@ -36,7 +36,7 @@ def test_exported_adapter_holds_the_stated_share_and_loads_in_peft(lohan, inputs
     peft = pytest.importorskip("peft", reason="peft is not installed")
     from transformers import AutoModelForCausalLM
 
-    run(inputs, tmp_path / "run")
+    run_evaluated(inputs, tmp_path / "run")
     words = ["export", tmp_path / "run", "--out", tmp_path / "adapter", "--as-lora", "2", "--json"]
     ran = lohan(*words)
     assert ran.code == 0, ran.err

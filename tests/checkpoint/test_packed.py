@@ -13,7 +13,7 @@ from lohan.checkpoint.packed import dequantise, dequantised_range, quantise
 from lohan.errors import ConfigError, ModelError, StoreError
 from lohan.model.layout import TensorSpec
 from lohan.model.state import FORMATS, packed_bytes
-from tests.support.small_models import (
+from tests.support.models import (
     adapted,
     assert_close,
     assert_same,
@@ -23,7 +23,7 @@ from tests.support.small_models import (
     master_weights,
     plain_run,
     small_model,
-    train,
+    train_steps,
 )
 
 FP8 = torch.float8_e4m3fn
@@ -138,7 +138,7 @@ def test_biases_follow_their_slot_on_a_device(tmp_path):
             for batch, interrupt in zip(
                 data, (session.flush, session.commit, model.state_dict), strict=True
             ):
-                losses += train(model, [batch])
+                losses += train_steps(model, [batch])
                 interrupt()
             with torch.no_grad():
                 losses.append(model(**data[0]).loss.item())
@@ -155,7 +155,7 @@ def test_packed_base_stores_and_reads_fewer_bytes(tmp_path):
         with attached(model, tmp_path, batch=data[0], base=base, budget=budget) as session:
             frozen = [g for g in session.executor.blocks.groups if g.key.endswith("0/frozen")]
             before = session.counters.bytes_read
-            train(model, data)
+            train_steps(model, data)
             session.flush()
             read = session.counters.bytes_read - before
             collected[base] = sum(group.numel for group in frozen), read
@@ -170,15 +170,15 @@ def test_resumed_with_the_same_base_only(tmp_path):
     model = adapted(small_model("llama"))
     whole = copy.deepcopy(model)
     with attached(whole, tmp_path / "whole", batch=data[0], base="int8") as session:
-        expected, last = train(whole, data), master_weights(session)
+        expected, last = train_steps(whole, data), master_weights(session)
     first = copy.deepcopy(model)
     with attached(first, tmp_path / "parts", batch=data[0], base="int8"):
-        losses = train(first, data[:2])
+        losses = train_steps(first, data[:2])
     with pytest.raises(StoreError, match="another model"):
         attached(copy.deepcopy(model), tmp_path / "parts", resume=True, base="nf4")
     second = copy.deepcopy(model)
     with attached(second, tmp_path / "parts", resume=True, base="int8") as session:
-        assert losses + train(second, data[2:]) == expected
+        assert losses + train_steps(second, data[2:]) == expected
         assert_same(master_weights(session), last)
 
 

@@ -29,16 +29,27 @@ from lohan.checkpoint.hf_folder import build_model, load_config
 from lohan.checkpoint.quantized import open_folder
 from lohan.checkpoint.sources import FolderSource, checkpoint_map
 from lohan.errors import ModelError
-from tests.support.model_families import CONFIGS, GROUPED, VOCAB, save_model
-from tests.support.small_models import assert_same, attached, batches, loss_of, master_weights
+from tests.support.models import (
+    FAMILY_CONFIGS,
+    FAMILY_VOCAB,
+    GROUPED_SIZES,
+    assert_same,
+    attached,
+    batches,
+    loss_of,
+    master_weights,
+    save_model,
+)
 
 BLOCK = (16, 8)
-GPT_OSS = GptOssConfig(**GROUPED, num_local_experts=3, num_experts_per_tok=2, sliding_window=16)
+GPT_OSS = GptOssConfig(
+    **GROUPED_SIZES, num_local_experts=3, num_experts_per_tok=2, sliding_window=16
+)
 GPT_OSS.intermediate_size = 64
 GPT_OSS.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
 FORMATS = {
-    "fp8": CONFIGS["llama"],
-    "fp8 experts": MixtralConfig(**GROUPED, num_local_experts=3, num_experts_per_tok=2),
+    "fp8": FAMILY_CONFIGS["llama"],
+    "fp8 experts": MixtralConfig(**GROUPED_SIZES, num_local_experts=3, num_experts_per_tok=2),
     "mxfp4": GPT_OSS,
 }
 
@@ -122,7 +133,7 @@ def test_training_and_export_are_those_of_the_dequantised_folder(folder, tmp_pat
         net = lohan.load(place).train()
         with attached(net, tmp_path / f"store of {place.name}") as session:
             losses = []
-            for batch in batches(2, batch=2, seq=6, vocab=VOCAB):
+            for batch in batches(2, batch=2, seq=6, vocab=FAMILY_VOCAB):
                 loss = loss_of(net, batch)
                 loss.backward()
                 losses.append(loss.item())
@@ -245,7 +256,7 @@ def bitsandbytes_4bit(
 
 def bitsandbytes_folder(folder: Path, bits: str) -> dict[str, torch.Tensor]:
     """Write a model whose layers are quantized, and return its values."""
-    model = save_model(folder, CONFIGS["llama"])
+    model = save_model(folder, FAMILY_CONFIGS["llama"])
     held = load_file(folder / "model.safetensors")
     values = {name: p.detach().clone() for name, p in model.named_parameters()}
     for name, weight in list(held.items()):
@@ -331,7 +342,7 @@ COMPRESSED = {  # bits, values of a row with one scale, zero points, type
 def compressed_folder(folder: Path, kind: str) -> dict[str, torch.Tensor]:
     """Write a model whose layers are quantized, and return its values."""
     bits, group, zeros, dtype = COMPRESSED[kind]
-    model = save_model(folder, CONFIGS["llama"])
+    model = save_model(folder, FAMILY_CONFIGS["llama"])
     held = load_file(folder / "model.safetensors")
     values = {name: p.detach().clone() for name, p in model.named_parameters()}
     for name, weight in list(held.items()):
@@ -421,7 +432,7 @@ def test_only_what_a_range_needs_is_read(tmp_path, monkeypatch):
     assert read == [8 * 2 * 16, 8 * 2] * 5
 
 
-GROUPED = {  # config.json, type of scales
+GROUPED_SIZES = {  # config.json, type of scales
     "gptq": ({"bits": 4, "group_size": 8}, torch.float16),
     "gptq, ordered": ({"bits": 4, "group_size": 16, "desc_act": True}, torch.bfloat16),
     "gptq, one group": ({"bits": 8, "group_size": -1}, torch.float16),
@@ -438,9 +449,9 @@ def grouped_folder(folder: Path, kind: str) -> dict[str, torch.Tensor]:
 
     The values are computed by the published formula, one element at a time.
     """
-    text, dtype = GROUPED[kind]
+    text, dtype = GROUPED_SIZES[kind]
     bits, awq = text["bits"], kind == "awq"
-    model = save_model(folder, CONFIGS["llama"])
+    model = save_model(folder, FAMILY_CONFIGS["llama"])
     held = load_file(folder / "model.safetensors")
     values = {name: p.detach().clone() for name, p in model.named_parameters()}
     for name, weight in list(held.items()):
@@ -486,7 +497,7 @@ def plain_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
     return words(codes - 2 ** (bits - 1), bits)
 
 
-@pytest.mark.parametrize("kind", GROUPED)
+@pytest.mark.parametrize("kind", GROUPED_SIZES)
 def test_gptq_and_awq_weights_match_formula(kind, tmp_path):
     check_values(tmp_path, grouped_folder(tmp_path, kind))
 
@@ -518,7 +529,7 @@ def test_gptq_and_awq_that_cannot_be_taken_are_refused(tmp_path):
 
 @pytest.mark.parametrize("method", ["hqq", "quanto"])
 def test_other_methods_are_refused_by_name(method, tmp_path):
-    save_model(tmp_path, CONFIGS["llama"])
+    save_model(tmp_path, FAMILY_CONFIGS["llama"])
     set_config(tmp_path, quantization_config={"quant_method": method, "bits": 4})
     with pytest.raises(ModelError, match=rf"quantized \({method}\).*fp8, mxfp4, .*; give the"):
         load_config(tmp_path)

@@ -10,8 +10,8 @@ import torch
 import transformers as hf
 from safetensors import safe_open
 
-from tests.support.task_runs import train, write_rows
-from tests.support.tokenizer_folders import CHATML, save_tokenizer
+from tests.support.model_folders import CHATML_TEMPLATE, save_tokenizer
+from tests.support.training_runs import train_task, write_rows
 
 LAYERS = 2
 
@@ -35,9 +35,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
             pad_token_id=258,
         )
     ).save_pretrained(folder / "model")
-    save_tokenizer(folder / "model", template=CHATML)
+    save_tokenizer(folder / "model", template=CHATML_TEMPLATE)
     rows = [{"prompt": f"say {n}", "completion": f"it is {n}"} for n in range(4)]
-    train(folder / "model", write_rows(folder / "data.jsonl", rows), folder / "run", train__steps=1)
+    train_task(
+        folder / "model", write_rows(folder / "data.jsonl", rows), folder / "run", train__steps=1
+    )
     return folder / "run"
 
 

@@ -14,7 +14,7 @@ from lohan.checkpoint.hf_folder import build_model
 from lohan.checkpoint.safetensors import TensorFolder
 from lohan.checkpoint.sources import FolderSource, ModuleSource, checkpoint_map, element_ranges
 from lohan.errors import ModelError
-from tests.support.model_families import CONFIGS, GROUPED, logits, save_model
+from tests.support.models import FAMILY_CONFIGS, GROUPED_SIZES, family_logits, save_model
 
 
 def rewrite(folder: Path, change: dict[str, torch.Tensor | None]) -> None:
@@ -45,13 +45,13 @@ def streamed_logits(folder: Path) -> torch.Tensor:
         strict=False,
     )
     model.tie_weights()
-    return logits(model)
+    return family_logits(model)
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", FAMILY_CONFIGS)
 def test_streamed_model_has_the_same_logits(tmp_path: Path, family: str) -> None:
-    model = save_model(tmp_path, CONFIGS[family])
-    assert torch.equal(streamed_logits(tmp_path), logits(model))
+    model = save_model(tmp_path, FAMILY_CONFIGS[family])
+    assert torch.equal(streamed_logits(tmp_path), family_logits(model))
 
 
 @pytest.mark.parametrize(
@@ -59,14 +59,16 @@ def test_streamed_model_has_the_same_logits(tmp_path: Path, family: str) -> None
     [("gpt2", "transformer.", ""), ("llama", "model.", ""), ("opt", "model.decoder.", "decoder.")],
 )
 def test_base_model_prefix_may_be_missing(tmp_path: Path, family: str, old: str, new: str) -> None:
-    model = save_model(tmp_path, CONFIGS[family])
+    model = save_model(tmp_path, FAMILY_CONFIGS[family])
     rename(tmp_path, old, new)
-    assert torch.equal(streamed_logits(tmp_path), logits(model))
-    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(model))
+    assert torch.equal(streamed_logits(tmp_path), family_logits(model))
+    assert torch.equal(
+        family_logits(AutoModelForCausalLM.from_pretrained(tmp_path)), family_logits(model)
+    )
 
 
 def test_extra_tensors_are_reported(tmp_path: Path) -> None:
-    save_model(tmp_path, CONFIGS["gpt2"])
+    save_model(tmp_path, FAMILY_CONFIGS["gpt2"])
     rename(tmp_path, "transformer.", "")
     rewrite(tmp_path, {"h.0.attn.bias": torch.ones(1, 1, 4, 4), "other": torch.ones(2)})
     actual = checkpoint_map(build_model(tmp_path, dtype=torch.float32), tmp_path)
@@ -77,20 +79,20 @@ def test_extra_tensors_are_reported(tmp_path: Path) -> None:
 
 
 def test_tied_weight_under_either_name(tmp_path: Path) -> None:
-    model = save_model(tmp_path, CONFIGS["qwen2-tied"])
+    model = save_model(tmp_path, FAMILY_CONFIGS["qwen2-tied"])
     embedding = model.get_input_embeddings().weight.detach().clone()
     rewrite(tmp_path, {"lm_head.weight": embedding})
     assert checkpoint_map(build_model(tmp_path, dtype=torch.float32), tmp_path).ignored == ()
-    assert torch.equal(streamed_logits(tmp_path), logits(model))
+    assert torch.equal(streamed_logits(tmp_path), family_logits(model))
     rewrite(tmp_path, {"model.embed_tokens.weight": None})
-    assert torch.equal(streamed_logits(tmp_path), logits(model))
+    assert torch.equal(streamed_logits(tmp_path), family_logits(model))
     rewrite(tmp_path, {"model.embed_tokens.weight": embedding + 1})
     with pytest.raises(ModelError, match=r'different values; set "tie_word_embeddings": false'):
         checkpoint_map(build_model(tmp_path, dtype=torch.float32), tmp_path)
 
 
 def test_missing_tensors(tmp_path: Path) -> None:
-    save_model(tmp_path, CONFIGS["llama"])
+    save_model(tmp_path, FAMILY_CONFIGS["llama"])
     rewrite(tmp_path, {"model.layers.1.mlp.up_proj.weight": None, "lm_head.weight": None})
     model = build_model(tmp_path, dtype=torch.float32)
     with pytest.raises(
@@ -102,7 +104,7 @@ def test_missing_tensors(tmp_path: Path) -> None:
 
 
 def test_wrong_shape_and_dtype(tmp_path: Path) -> None:
-    save_model(tmp_path, CONFIGS["llama"])
+    save_model(tmp_path, FAMILY_CONFIGS["llama"])
     name = "model.layers.0.mlp.up_proj.weight"
     rewrite(tmp_path, {name: torch.zeros(3, 32)})
     model = build_model(tmp_path, dtype=torch.float32)
@@ -114,11 +116,11 @@ def test_wrong_shape_and_dtype(tmp_path: Path) -> None:
 
 
 def test_experts_one_by_one_or_together(tmp_path: Path) -> None:
-    config = MixtralConfig(**GROUPED, num_local_experts=2, num_experts_per_tok=1)
+    config = MixtralConfig(**GROUPED_SIZES, num_local_experts=2, num_experts_per_tok=1)
     model = save_model(tmp_path, config)
-    assert torch.equal(streamed_logits(tmp_path), logits(model))
+    assert torch.equal(streamed_logits(tmp_path), family_logits(model))
     model.save_pretrained(tmp_path, save_original_format=False)
-    assert torch.equal(streamed_logits(tmp_path), logits(model))
+    assert torch.equal(streamed_logits(tmp_path), family_logits(model))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])

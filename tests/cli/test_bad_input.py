@@ -18,7 +18,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lohan.train import trainer
-from tests.support.command_line import data_fixture, model_fixture, place_fixture, refused, snapshot  # noqa: F401 - fixtures
+from tests.support.training_runs import (
+    assert_refused,
+    data_fixture,  # noqa: F401 - a fixture
+    model_fixture,  # noqa: F401 - a fixture
+    modification_times,
+    place_fixture,  # noqa: F401 - a fixture
+)
 
 
 @dataclass(frozen=True)
@@ -381,12 +387,12 @@ MISTAKES = {**SETTINGS, **BUDGETS, **DATA, **MODELS}
 def test_mistake_gets_one_message_and_leaves_nothing(mistake, lohan, model, data, place):
     wrong, patterns = MISTAKES[mistake]
     arguments = wrong(Desk(place, model, data))
-    before = snapshot(place)
+    before = modification_times(place)
     given = {"--model": model, "--data": data, "--out": place / "run", "--host": "64MiB"}
     usual = [w for pair in given.items() if pair[0] not in arguments for w in pair]
     ended = lohan("train", *usual, "--batch", 2, "--seq", 16, "--steps", 1, *arguments)
-    refused(ended, *patterns)
-    assert snapshot(place) == before
+    assert_refused(ended, *patterns)
+    assert modification_times(place) == before
 
 
 # -- other commands -------------------------------------------------------------------------------
@@ -438,8 +444,8 @@ def test_mistake_with_another_command(mistake, lohan, model, data, place, monkey
     monkeypatch.chdir(place)
     words, patterns = COMMANDS[mistake]
     given = {"MODEL": model, "DATA": data}
-    refused(lohan(*(given.get(str(word), word) for word in words)), *patterns)
-    assert snapshot(place) == {}
+    assert_refused(lohan(*(given.get(str(word), word) for word in words)), *patterns)
+    assert modification_times(place) == {}
 
 
 @pytest.mark.parametrize("locked", ["--data", "--out", "--ssd"])
@@ -457,7 +463,7 @@ def test_names_files_without_permission(locked, lohan, model, data, place):
     if os.access(given["--data"] if locked == "--data" else shut, os.R_OK | os.W_OK):
         pytest.skip("this user may read and write everything")
     ended = lohan("train", *(word for pair in given.items() for word in pair), "--host", "64MiB")
-    refused(ended, "Permission denied|cannot be read|may write")
+    assert_refused(ended, "Permission denied|cannot be read|may write")
     shut.chmod(0o700)
     assert list(shut.iterdir()) == []
 
@@ -481,7 +487,7 @@ def test_run_continues_after_full_disk_is_freed(lohan, model, data, place, monke
     try:
         monkeypatch.setattr(trainer, "one_step", filling)
         ended = lohan(*words, "--batch", 2, "--seq", 16, "--steps", 3, "--no-export")
-        refused(ended, "No space left on device", "free some space")
+        assert_refused(ended, "No space left on device", "free some space")
         monkeypatch.setattr(trainer, "one_step", step)
         (disk / "filler").unlink()
         ended = lohan("resume", disk / "run")

@@ -25,9 +25,8 @@ from lohan.train.generation import Sampling, encode_prompts, generate, read_prom
 from lohan.train.language import CausalLM
 from lohan.train.streaming import Shape, _temporary, open_stream, source_of
 from lohan.train.trainer import train
-from tests.support.command_line import refused, snapshot
-from tests.support.recording_display import Watch
-from tests.support.tokenizer_folders import WORDS, expected, write_model
+from tests.support.model_folders import WORD_TOKENS, generated_in_memory, write_word_model
+from tests.support.training_runs import RecordingDisplay, assert_refused, modification_times
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<user> ' if m.role == 'user' else '<bot> ' }}{{ m.content }} "
@@ -49,28 +48,28 @@ def answers(folder: Path, prompts: list[str], sampling: Sampling, **budget: str)
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3", "gemma2", "opt", "neox"])
 def test_greedy_answers_are_those_of_transformers(kind, tmp_path):
-    folder = write_model(tmp_path / "model", kind)
+    folder = write_word_model(tmp_path / "model", kind)
     got = answers(folder, PROMPTS, Sampling(max_new_tokens=12))
-    assert got == expected(folder, PROMPTS, max_new_tokens=12, do_sample=False)
+    assert got == generated_in_memory(folder, PROMPTS, max_new_tokens=12, do_sample=False)
     assert any(got) and [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_greedy_answers_through_a_device_with_its_own_memory(kind, tmp_path):
-    folder = write_model(tmp_path / "model", kind)
+    folder = write_word_model(tmp_path / "model", kind)
     got = answers(folder, PROMPTS, Sampling(max_new_tokens=12), device="400KiB")
-    assert got == expected(folder, PROMPTS, max_new_tokens=12, do_sample=False)
+    assert got == generated_in_memory(folder, PROMPTS, max_new_tokens=12, do_sample=False)
     with pytest.raises(BudgetError, match=r"device budget too small.* raise --device-memory to"):
         answers(folder, PROMPTS, Sampling(), device="40KiB")
 
 
 def test_chosen_answers_depend_on_the_seed_only(tmp_path):
-    folder = write_model(tmp_path / "model", "llama")
+    folder = write_word_model(tmp_path / "model", "llama")
     how = Sampling(max_new_tokens=10, temperature=1.5, top_p=0.9, seed=7)
     state = torch.get_rng_state()
     got = answers(folder, PROMPTS, how)
     assert torch.equal(torch.get_rng_state(), state)
-    assert got == expected(
+    assert got == generated_in_memory(
         folder,
         PROMPTS,
         max_new_tokens=10,
@@ -84,11 +83,11 @@ def test_chosen_answers_depend_on_the_seed_only(tmp_path):
 
 
 def test_prompts_go_through_the_chat_template(tmp_path):
-    folder = write_model(tmp_path / "model", "llama", template=TEMPLATE)
+    folder = write_word_model(tmp_path / "model", "llama", template=TEMPLATE)
     ids = encode_prompts(Encoder(folder), PROMPTS[:1])
-    assert [WORDS[i] for i in ids[0]] == ["<user>", "w1", "w2", "w3", "<bot>"]
+    assert [WORD_TOKENS[i] for i in ids[0]] == ["<user>", "w1", "w2", "w3", "<bot>"]
     got = answers(folder, PROMPTS, Sampling(max_new_tokens=6))
-    assert got == expected(folder, PROMPTS, max_new_tokens=6, do_sample=False)
+    assert got == generated_in_memory(folder, PROMPTS, max_new_tokens=6, do_sample=False)
 
 
 def test_prompt_once_then_one_pass_a_token(tmp_path, monkeypatch):
@@ -96,7 +95,7 @@ def test_prompt_once_then_one_pass_a_token(tmp_path, monkeypatch):
 
     The budget holds, and what does not fit in memory is read in every pass.
     """
-    folder = write_model(tmp_path / "model", "llama")
+    folder = write_word_model(tmp_path / "model", "llama")
     pools, widths = [], []
 
     class Kept(HostPool):
@@ -128,7 +127,7 @@ def test_prompt_once_then_one_pass_a_token(tmp_path, monkeypatch):
 
 
 def test_a_run_answers_as_its_exported_folder(lohan, tmp_path):
-    folder = write_model(tmp_path / "model", "qwen3")
+    folder = write_word_model(tmp_path / "model", "qwen3")
     rows = [{"text": " ".join(f"w{(i * j) % 40}" for j in range(1, 9))} for i in range(9)]
     data = tmp_path / "data.jsonl"
     data.write_text("\n".join(map(json.dumps, rows)))
@@ -143,18 +142,18 @@ def test_a_run_answers_as_its_exported_folder(lohan, tmp_path):
         "train.lr": 1e-2,
         "train.dtype": "bf16",
     }
-    train(load_config(None, overrides=given), Watch())
+    train(load_config(None, overrides=given), RecordingDisplay())
     run, exported = tmp_path / "run", tmp_path / "run" / "model"
-    want = expected(exported, PROMPTS, max_new_tokens=9, do_sample=False)
+    want = generated_in_memory(exported, PROMPTS, max_new_tokens=9, do_sample=False)
     requested = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
-    before = snapshot(run / "store")
+    before = modification_times(run / "store")
     ended = lohan("generate", run, *requested, "--max-new-tokens", 9, "--host", "300KiB", "--json")
     assert ended.code == 0, ended.err
     assert [pair["text"] for pair in json.loads(ended.out)] == want
     ended = lohan("generate", run, *requested[:2], "--max-new-tokens", 9, "--host", "300KiB")
-    alone = expected(exported, PROMPTS[:1], max_new_tokens=9, do_sample=False)
+    alone = generated_in_memory(exported, PROMPTS[:1], max_new_tokens=9, do_sample=False)
     assert ended.code == 0 and ended.out.strip() == alone[0].strip()
-    after = snapshot(run / "store")
+    after = modification_times(run / "store")
     aside = ("lock", "scratch.bin")  # room for gradients, made again with every opening
     assert [k for k in before if not k.endswith(aside) and after.get(k) != before[k]] == []
 
@@ -172,7 +171,7 @@ def test_a_run_answers_as_its_exported_folder(lohan, tmp_path):
 
 
 def test_weights_of_a_folder_take_no_state(tmp_path):
-    folder = write_model(tmp_path / "model", "llama")
+    folder = write_word_model(tmp_path / "model", "llama")
     limits = lohan_package.Budget(host="1MiB", ssd=[tmp_path])
     with open_stream(source_of(folder), Shape(1, 8), limits) as session:
         groups = session.context.blocks.groups
@@ -192,8 +191,8 @@ def test_weights_of_a_folder_take_no_state(tmp_path):
     ],
 )
 def test_rejects_wrong_options(lohan, tmp_path, args, pattern):
-    folder = write_model(tmp_path / "model", "llama")
-    refused(lohan("generate", folder, *args, "--ssd", tmp_path), pattern)
+    folder = write_word_model(tmp_path / "model", "llama")
+    assert_refused(lohan("generate", folder, *args, "--ssd", tmp_path), pattern)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
@@ -201,7 +200,7 @@ def test_rejects_wrong_options(lohan, tmp_path, args, pattern):
 def test_a_stopped_command_leaves_nothing(lohan, tmp_path, monkeypatch, number):
     """Stopped while tokens are made: the temporary weights go."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background ignore it
-    folder = write_model(tmp_path / "model", "llama")
+    folder = write_word_model(tmp_path / "model", "llama")
     seen = []
 
     def stop(*args, **kwargs):
@@ -216,8 +215,12 @@ def test_a_stopped_command_leaves_nothing(lohan, tmp_path, monkeypatch, number):
 
 
 def test_rejects_folder_that_is_neither_run_nor_model(lohan, tmp_path):
-    refused(lohan("generate", tmp_path, "--prompt", "x"), r"neither a run .* nor a model folder")
-    refused(lohan("eval", tmp_path, "--data", tmp_path / "x"), r"neither a run .* nor a model")
+    assert_refused(
+        lohan("generate", tmp_path, "--prompt", "x"), r"neither a run .* nor a model folder"
+    )
+    assert_refused(
+        lohan("eval", tmp_path, "--data", tmp_path / "x"), r"neither a run .* nor a model"
+    )
 
 
 def test_prompts_from_files(tmp_path):
@@ -233,7 +236,7 @@ def test_prompts_from_files(tmp_path):
 
 def test_weights_of_a_killed_process_are_removed_by_the_next(tmp_path):
     """Other folders stay, and so does that of a process that still runs."""
-    folder = write_model(tmp_path / "model", "llama")
+    folder = write_word_model(tmp_path / "model", "llama")
     code = (
         "import os; from pathlib import Path; from lohan.train.streaming import _temporary\n"
         f"with _temporary({str(tmp_path)!r}) as store:\n"

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import transformers as hf
 
-from tests.support.command_line import refused
-from tests.support.tokenizer_folders import save_tokenizer
+from tests.support.model_folders import save_tokenizer
+from tests.support.training_runs import assert_refused
 
 TASKS = {
     "colour_choice": """
@@ -130,9 +130,11 @@ def without_harness(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_rejects_combinations_of_options_without_a_meaning(lohan, place, without_harness):
     words = ("eval", place / "model", "--host", "64MiB")
-    refused(lohan(*words), "--data or --tasks")
-    refused(lohan(*words, "--tasks", "a", "--data", place / "data.jsonl"), "give one of them")
-    refused(lohan(*words, "--tasks", "a"), r"pip install 'lohan\[eval\]'")
-    refused(
+    assert_refused(lohan(*words), "--data or --tasks")
+    assert_refused(
+        lohan(*words, "--tasks", "a", "--data", place / "data.jsonl"), "give one of them"
+    )
+    assert_refused(lohan(*words, "--tasks", "a"), r"pip install 'lohan\[eval\]'")
+    assert_refused(
         lohan(*words, "--data", place / "data.jsonl", "--limit", 3), "--limit goes with --tasks"
     )

@@ -12,9 +12,9 @@ from typer.utils import get_params_from_function
 from lohan.cli.main import app, store_app
 from lohan.cli.schema import settings_schema
 from lohan.config import fields_of, load_config
-from tests.support.evaluated_run import (
-    inputs_fixture,  # noqa: F401 - fixtures
-    settings_for,
+from tests.support.training_runs import (
+    evaluated_inputs_fixture,  # noqa: F401 - a fixture
+    evaluated_settings,
 )
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -50,7 +50,7 @@ def test_schema_describes_every_setting(command):
 
 def test_schema_accepts_settings_that_a_run_writes(inputs, tmp_path):
     config = load_config(
-        None, overrides=settings_for(inputs, tmp_path / "run", output__log=["mlflow"])
+        None, overrides=evaluated_settings(inputs, tmp_path / "run", output__log=["mlflow"])
     )
     assert errors(config.to_toml()) == []
 
@@ -90,7 +90,7 @@ def test_every_command_that_prints_a_result_has_json():
 def test_train_and_store_commands_print_one_json_document(command, inputs, tmp_path):
     out = tmp_path / "run"
     file = tmp_path / "run.toml"
-    overrides = settings_for(inputs, out, train__steps=2)
+    overrides = evaluated_settings(inputs, out, train__steps=2)
     file.write_text(load_config(None, overrides=overrides).to_toml())
     planned = command("train", "--config", file, "--dry-run", "--json")
     assert planned["steps"] == 2 and not out.exists()

@@ -17,9 +17,13 @@ from lohan.store.io_engine import aligned_buffer
 from lohan.store.store import Store
 from lohan.train.run_folder import RunFolder, step_rows
 from tests.support import HANG_S
-from tests.support.command_line import arguments, data_fixture, model_fixture  # noqa: F401 - fixtures
-from tests.support.interrupts import send_while_held
-from tests.support.setting_grids import thinned
+from tests.support.generated_cases import thinned
+from tests.support.process_hooks import send_while_held
+from tests.support.training_runs import (
+    data_fixture,  # noqa: F401 - a fixture
+    model_fixture,  # noqa: F401 - a fixture
+    train_arguments,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 PLAN = ("plan", "--model", "gpt-1.55b", "--machine", "rtx4090")
@@ -52,7 +56,7 @@ def process(*words: object, **options: object) -> subprocess.CompletedProcess[st
 )
 def test_ctrl_c_while_it_starts(name, where, tmp_path):
     """The message is one line, whichever module is being imported."""
-    script = ROOT / "tests" / "support" / "interrupts.py"
+    script = ROOT / "tests" / "support" / "process_hooks.py"
     given = [option for key in ("model", "data", "out") for option in (f"--{key}", tmp_path / key)]
     ended = process(script, where, name, "train", *given, stdout=subprocess.PIPE)
     assert (ended.returncode, ended.stderr) == (130, GIVEN_UP)
@@ -69,7 +73,7 @@ def test_error_caused_by_ctrl_c_is_reported_as_interruption(monkeypatch, tmp_pat
 
 def test_ctrl_c_of_other_commands_and_ranks(monkeypatch):
     """Commands without steps do not mention any; of several ranks only the first prints."""
-    script = ROOT / "tests" / "support" / "interrupts.py"
+    script = ROOT / "tests" / "support" / "process_hooks.py"
     ended = process(script, "here", "lohan.planner.machine_plan", *PLAN)
     assert (ended.returncode, ended.stderr) == (130, "lohan: interrupted\n")
     monkeypatch.setenv("RANK", "1")
@@ -79,8 +83,8 @@ def test_ctrl_c_of_other_commands_and_ranks(monkeypatch):
 
 def test_second_ctrl_c_aborts_the_step(forge, model, data, tmp_path):
     out = tmp_path / "run"
-    given = arguments(model, data, out, "--steps", 5)
-    ended = forge.run(*given, before="interrupts:twice_in_a_step")
+    given = train_arguments(model, data, out, "--steps", 5)
+    ended = forge.run(*given, before="tests.support.process_hooks:interrupt_twice_in_a_step")
     assert (ended.code, ended.err) == (130, GIVEN_UP)
     ended = forge.run("resume", out)
     assert ended.code == 0, ended.err
@@ -95,8 +99,10 @@ def test_ctrl_c_in_a_backward_on_a_device(count, steps, forge, model, data, tmp_
     backward.
     """
     out, more = tmp_path / "run", ["--device", "emulated", "--device-memory", "64MiB"]
-    given = arguments(model, data, out, *more, "--steps", 5, "--commit-every", "step")
-    run = forge.start(*given, before="interrupts:hold_backward", env={"HOLD": str(tmp_path)})
+    given = train_arguments(model, data, out, *more, "--steps", 5, "--commit-every", "step")
+    run = forge.start(
+        *given, before="tests.support.process_hooks:hold_backward", env={"HOLD": str(tmp_path)}
+    )
     send_while_held(run.pid, tmp_path, count)
     ended = run.wait()
     assert ended.code == 130

@@ -13,8 +13,8 @@ from lohan.cli.recipes import USUAL_BATCH, init
 from lohan.config import load_config
 from lohan.planner import presets
 from lohan.ui.view import _ratio
-from tests.support.command_line import refused
-from tests.support.tiny_run import arguments, write_inputs
+from tests.support.forked_commands import tiny_arguments, write_tiny_inputs
+from tests.support.training_runs import assert_refused
 
 SHAPE = {
     "model_type": "llama",
@@ -39,12 +39,16 @@ def planned(shape: Path, *more: object, machine: object = "rtx4090") -> list[obj
 
 
 def test_resume_takes_settings_that_may_change(tmp_path: Path, lohan) -> None:
-    inputs, out = write_inputs(tmp_path), tmp_path / "run"
-    assert lohan("train", *arguments(inputs, out, "--ssd", tmp_path / "a")).code == 0
+    inputs, out = write_tiny_inputs(tmp_path), tmp_path / "run"
+    assert lohan("train", *tiny_arguments(inputs, out, "--ssd", tmp_path / "a")).code == 0
     run = ("resume", out, "--steps", 8)
-    refused(lohan(*run, "--batch", 4), r"train\.batch: cannot change .*examples each step has")
-    refused(lohan(*run, "--set", "train.seq=8"), r"train\.seq: cannot change .*start a new run")
-    refused(lohan(*run, "--set", "train.learn=8"), "learn")
+    assert_refused(
+        lohan(*run, "--batch", 4), r"train\.batch: cannot change .*examples each step has"
+    )
+    assert_refused(
+        lohan(*run, "--set", "train.seq=8"), r"train\.seq: cannot change .*start a new run"
+    )
+    assert_refused(lohan(*run, "--set", "train.learn=8"), "learn")
     (tmp_path / "a").rename(tmp_path / "b")
     changes = ("--lr", 5e-4, "--host", "500KiB", "--ssd", tmp_path / "b", "--set", "train.clip=2")
     ended = lohan(*run, *changes)
@@ -64,8 +68,12 @@ def test_plan_counts_steps_of_epochs(tmp_path: Path, lohan, shape: Path) -> None
         ended = lohan(*planned(shape, "--json", "--epochs", 2, *more))
         assert ended.code == 0, ended.err
         assert json.loads(ended.out)["steps"] == 25
-    refused(lohan(*planned(shape, "--epochs", 2)), "--epochs: give --examples N or --data FILE")
-    refused(lohan(*planned(shape, "--steps", 2, "--examples", 9)), "--steps: .*leave one out")
+    assert_refused(
+        lohan(*planned(shape, "--epochs", 2)), "--epochs: give --examples N or --data FILE"
+    )
+    assert_refused(
+        lohan(*planned(shape, "--steps", 2, "--examples", 9)), "--steps: .*leave one out"
+    )
 
 
 def test_plan_warns_of_missing_room_for_export(
@@ -92,7 +100,9 @@ def test_too_many_layers_are_refused(lohan, tmp_path: Path) -> None:
     config = {"model_type": "llama", "num_hidden_layers": 100_000}
     (tmp_path / "config.json").write_text(json.dumps(config))
     words = ("plan", "--model", tmp_path / "config.json", "--machine", "rtx4090")
-    refused(lohan(*words), r"num_hidden_layers is 1e\+05, more than 1,000; correct config.json")
+    assert_refused(
+        lohan(*words), r"num_hidden_layers is 1e\+05, more than 1,000; correct config.json"
+    )
 
 
 def test_compare_takes_several_options_and_shows_prices(lohan, shape) -> None:
@@ -119,16 +129,16 @@ def test_compare_takes_several_options_and_shows_prices(lohan, shape) -> None:
     ],
 )
 def test_usual_mistakes_have_a_suggestion(words, message, lohan) -> None:
-    refused(lohan(*words), message)
+    assert_refused(lohan(*words), message)
 
 
 def test_mistyped_model_folder_has_a_suggestion(tmp_path: Path, lohan) -> None:
-    inputs = write_inputs(tmp_path)
+    inputs = write_tiny_inputs(tmp_path)
     words = [
         inputs / "modle" if word == inputs / "model" else word
-        for word in arguments(inputs, tmp_path / "run")
+        for word in tiny_arguments(inputs, tmp_path / "run")
     ]
-    refused(lohan("train", *words), rf"no such folder; did you mean {inputs / 'model'}\?")
+    assert_refused(lohan("train", *words), rf"no such folder; did you mean {inputs / 'model'}\?")
 
 
 def test_init_proposes_a_usual_batch_and_takes_a_run_folder(tmp_path: Path, shape: Path) -> None:

@@ -24,8 +24,8 @@ from lohan.train import inputs
 from lohan.train.run_folder import RunFolder
 from lohan.util.display import Display
 from tests.support.forked_commands import Ended
-from tests.support.model_families import CONFIGS, VOCAB, save_model
-from tests.support.setting_grids import pairwise
+from tests.support.generated_cases import pairwise
+from tests.support.models import FAMILY_CONFIGS, FAMILY_VOCAB, save_model
 
 TIGHT, ROOMY = "500KiB", "100MiB"
 
@@ -34,7 +34,7 @@ TIGHT, ROOMY = "500KiB", "100MiB"
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     for name in ("llama", "gpt2"):
-        save_model(folder / name, CONFIGS[name])
+        save_model(folder / name, FAMILY_CONFIGS[name])
     return folder
 
 
@@ -142,7 +142,7 @@ def steps_of(model: Path, place: Path, *, host: str, **settings: Any) -> tuple[P
         created.append(schedule)
         enqueue(self, schedule, context)
 
-    batch = torch.randint(0, VOCAB, (2, 16), generator=torch.Generator().manual_seed(0))
+    batch = torch.randint(0, FAMILY_VOCAB, (2, 16), generator=torch.Generator().manual_seed(0))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Lanes, "enqueue", record)
         trained = lohan.load(model).train()
@@ -205,7 +205,7 @@ def test_on_a_known_machine_it_is_what_training_does(
         drives=(drive,),
     )
     data = tmp_path / "data.jsonl"
-    rows = ({"input_ids": [(7 * n + i) % VOCAB for i in range(16)]} for n in range(4))
+    rows = ({"input_ids": [(7 * n + i) % FAMILY_VOCAB for i in range(16)]} for n in range(4))
     data.write_text("\n".join(map(json.dumps, rows)))
     config = load_config(
         None,

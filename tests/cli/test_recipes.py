@@ -12,9 +12,9 @@ from lohan.config import load_config
 from lohan.errors import ConfigError
 from lohan.train.trainer import train
 from lohan.util.display import Display
-from tests.support.quick_profile import TINY
-from tests.support.tiny_run import write_inputs
-from tests.support.tokenizer_folders import save_tokenizer
+from tests.support.forked_commands import write_tiny_inputs
+from tests.support.model_folders import save_tokenizer
+from tests.support.models import QUICK_EFFORT
 
 
 def rows(folder: Path, count: int) -> Path:
@@ -24,7 +24,7 @@ def rows(folder: Path, count: int) -> Path:
 
 
 def test_the_file_is_one_that_train_takes(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    model = save_tokenizer(write_inputs(tmp_path) / "model")
+    model = save_tokenizer(write_tiny_inputs(tmp_path) / "model")
     out = tmp_path / "run.toml"
     init(model=str(model), data=rows(tmp_path, 85), file=out, machine="rtx4090")
     config = load_config(out)
@@ -47,8 +47,8 @@ def test_the_file_for_this_machine_trains_as_it_is(
 ) -> None:
     """Its drives are folders that are here; no preset is named, and nothing is filled in."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("lohan.engine.probes.effort_for", lambda *_: TINY)
-    model = save_tokenizer(write_inputs(tmp_path, vocab_size=264) / "model")
+    monkeypatch.setattr("lohan.engine.probes.effort_for", lambda *_: QUICK_EFFORT)
+    model = save_tokenizer(write_tiny_inputs(tmp_path, vocab_size=264) / "model")
     data, given = rows(tmp_path, 24), None
     if kind == "preference":
         pairs = [{"prompt": f"{i}", "chosen": "a", "rejected": "bc"} for i in range(24)]

@@ -9,8 +9,8 @@ import pytest
 
 from lohan.config import fields_of
 from lohan.train.run_folder import RunFolder, eval_rows, read_rows
-from tests.support.command_line import refused, snapshot
-from tests.support.tokenizer_folders import expected, write_model
+from tests.support.model_folders import generated_in_memory, write_word_model
+from tests.support.training_runs import assert_refused, modification_times
 
 PROMPTS = ["w1 w2 w3", "w9"]
 
@@ -19,7 +19,7 @@ PROMPTS = ["w1 w2 w3", "w9"]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write a model with a tokenizer, and data."""
     place = tmp_path_factory.mktemp("inputs")
-    write_model(place / "model", "llama")
+    write_word_model(place / "model", "llama")
     rows = [{"text": " ".join(f"w{(i * j) % 40}" for j in range(1, 9))} for i in range(9)]
     (place / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return place
@@ -65,7 +65,7 @@ def test_run_keeps_its_optimizer_in_resume_and_eval(lohan, folder, tmp_path):
     ):
         file.write_text(settings.replace(old, new))
         ended = lohan("resume", out, "--steps", 8)
-        refused(
+        assert_refused(
             ended,
             f"was made for lion with int8 moments in fp32, {file} asks for {requested}",
             'put back optimizer = "lion", moments = "int8", ema = 0, dtype = "fp32" under',
@@ -74,7 +74,9 @@ def test_run_keeps_its_optimizer_in_resume_and_eval(lohan, folder, tmp_path):
     file.write_text(settings)
     assert lohan("resume", out, "--steps", 7).code == 0
     given = arguments(folder, tmp_path / "other", "--optimizer", "adam")
-    refused(lohan(*given), r'\[train\] optimizer: got text "adam", wants one of adamw, sgd, lion')
+    assert_refused(
+        lohan(*given), r'\[train\] optimizer: got text "adam", wants one of adamw, sgd, lion'
+    )
 
 
 @pytest.mark.parametrize(
@@ -88,7 +90,7 @@ def test_run_keeps_its_optimizer_in_resume_and_eval(lohan, folder, tmp_path):
     ],
 )
 def test_wrong_assignments(lohan, folder, tmp_path, text, pattern):
-    refused(lohan(*arguments(folder, tmp_path / "run"), "--set", text), pattern)
+    assert_refused(lohan(*arguments(folder, tmp_path / "run"), "--set", text), pattern)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -112,14 +114,14 @@ def test_wrong_assignments(lohan, folder, tmp_path, text, pattern):
 )
 def test_rejects_contradictory_settings(lohan, folder, tmp_path, options, pattern):
     """Refused before anything is written."""
-    refused(lohan(*arguments(folder, tmp_path / "run"), *options), pattern)
+    assert_refused(lohan(*arguments(folder, tmp_path / "run"), *options), pattern)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_dry_run_writes_nothing(lohan, folder, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))
     (tmp_path / "scratch").mkdir()
-    before = snapshot(tmp_path)
+    before = modification_times(tmp_path)
     ended = lohan(
         *arguments(folder, tmp_path / "run"),
         "--dry-run",
@@ -132,10 +134,12 @@ def test_dry_run_writes_nothing(lohan, folder, tmp_path, monkeypatch):
     assert ended.code == 0, ended.err
     for text in ("7 examples packed", "evaluation on 2 examples", "4 steps", "host    total"):
         assert text in ended.out
-    assert snapshot(tmp_path).keys() == before.keys()
-    refused(lohan(*arguments(folder, tmp_path / "run"), "--dry-run", "--host", "20KiB"), "budget")
+    assert modification_times(tmp_path).keys() == before.keys()
+    assert_refused(
+        lohan(*arguments(folder, tmp_path / "run"), "--dry-run", "--host", "20KiB"), "budget"
+    )
     (tmp_path / "run").write_text("")
-    refused(lohan(*arguments(folder, tmp_path / "run"), "--dry-run"), "is a file")
+    assert_refused(lohan(*arguments(folder, tmp_path / "run"), "--dry-run"), "is a file")
 
 
 def test_counts_one_example_in_the_singular(lohan, folder, tmp_path):
@@ -174,7 +178,7 @@ def test_samples_are_what_the_model_would_say(lohan, folder, tmp_path):
     assert [row["step"] for row in rows] == [3, 4]
     assert [pair["prompt"] for pair in rows[0]["samples"]] == PROMPTS
     texts = [pair["text"] for pair in rows[1]["samples"]]
-    assert texts == expected(out / "model", PROMPTS, max_new_tokens=5, do_sample=False)
+    assert texts == generated_in_memory(out / "model", PROMPTS, max_new_tokens=5, do_sample=False)
     assert f"sample after step 4: {PROMPTS[0]}\n  {texts[0]}" in ended.out
     plain = tmp_path / "plain"
     assert lohan(*arguments(folder, plain, "--lr", "1e-2")).code == 0

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from lohan import _core
 from tests.support import HANG_S
-from tests.support.reference_updates import aligned, aligned_copy, bf16_bits
+from tests.support.update_kernels import aligned, aligned_copy, bf16_bits
 
 HYPER = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
 

@@ -10,14 +10,17 @@ import pytest
 import torch
 
 from lohan import _core
-from tests.support.native_states import HOT, MASTERS, State, kinds
-from tests.support.reference_updates import (
-    HYPER,
-    Reference,
+from tests.support.update_kernels import (
+    CHECKSUM_ELEMENTS,
+    HYPERPARAMETERS,
+    MASTERS,
+    KernelState,
+    ReferenceUpdate,
     aligned,
     bf16_bits,
     from_bf16,
     from_int8,
+    rules_and_moments,
     to_bf16,
     to_int8,
 )
@@ -29,14 +32,22 @@ pytestmark = pytest.mark.usefixtures("native_settings")
 
 
 @pytest.mark.parametrize("master", MASTERS)
-@kinds
+@rules_and_moments
 def test_checksums_are_those_of_what_was_written(rule: str, moments: str, master: str) -> None:
     """Around the sizes that a thread updates and checksums at once, and no bit changes by it."""
     for isa, threads in itertools.product(_core.supported_isas(), (1, 3)):
         _core.set_isa(isa)
         _core.set_threads(threads)
-        for count in (1, 31, 33, HOT, HOT + 1, 2 * HOT, 7 * HOT + 77):
-            state, plain = (State(rule, moments, count, master) for _ in range(2))
+        for count in (
+            1,
+            31,
+            33,
+            CHECKSUM_ELEMENTS,
+            CHECKSUM_ELEMENTS + 1,
+            2 * CHECKSUM_ELEMENTS,
+            7 * CHECKSUM_ELEMENTS + 77,
+        ):
+            state, plain = (KernelState(rule, moments, count, master) for _ in range(2))
             sums = state.step(1, checksums=True)
             assert plain.step(1) is None and plain.bits() == state.bits()
             masters = {"fp32": [state.p], "bf16": [state.w, state.r], "fp16": [state.w, state.p]}
@@ -47,12 +58,12 @@ def test_checksums_are_those_of_what_was_written(rule: str, moments: str, master
 # -- the arithmetic --------------------------------------------------------------------------------
 
 
-@kinds
+@rules_and_moments
 @pytest.mark.parametrize("isa", _core.supported_isas())
 def test_equals_numpy_bit_for_bit(rule: str, moments: str, isa: str) -> None:
     _core.set_isa(isa)
-    state = State(rule, moments, 10_007)
-    reference = Reference(rule, moments, state.p)
+    state = KernelState(rule, moments, 10_007)
+    reference = ReferenceUpdate(rule, moments, state.p)
     for t in range(1, 6):
         state.step(t)
         reference.step(state.gradient(t), t, seed=77 + t)
@@ -66,9 +77,9 @@ def test_equals_numpy_bit_for_bit(rule: str, moments: str, isa: str) -> None:
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("master", MASTERS)
 def test_sgd_equals_torch(master: str, nesterov: bool) -> None:
-    state = State("sgd", "fp32", 5_003, master)
+    state = KernelState("sgd", "fp32", 5_003, master)
     p = torch.nn.Parameter(torch.from_numpy(state.p.copy()))
-    optimizer = torch.optim.SGD([p], **HYPER["sgd"] | {"nesterov": nesterov})
+    optimizer = torch.optim.SGD([p], **HYPERPARAMETERS["sgd"] | {"nesterov": nesterov})
     for t in range(1, 21):
         p.grad = torch.from_numpy(state.gradient(t)) * 0.5
         optimizer.step()
@@ -82,7 +93,7 @@ def test_sgd_equals_torch(master: str, nesterov: bool) -> None:
 @pytest.mark.parametrize("master", MASTERS)
 @pytest.mark.parametrize("rule", ["sgd", "lion"])
 def test_compute_weights_are_the_rounded_master(rule: str, master: str) -> None:
-    wide, state = State(rule, "fp32", 5_001), State(rule, "fp32", 5_001, master)
+    wide, state = KernelState(rule, "fp32", 5_001), KernelState(rule, "fp32", 5_001, master)
     for t in (1, 2, 3):
         wide.step(t)
         state.step(t)
@@ -96,46 +107,46 @@ def test_compute_weights_are_the_rounded_master(rule: str, master: str) -> None:
 # -- the same bits, whatever runs meanwhile --------------------------------------------------------
 
 
-@kinds
+@rules_and_moments
 @pytest.mark.parametrize("master", MASTERS)
 def test_instruction_sets_give_the_same_bits(rule: str, moments: str, master: str) -> None:
     results = []
     for isa in _core.supported_isas():
         _core.set_isa(isa)
-        state = State(rule, moments, 70_003, master)
+        state = KernelState(rule, moments, 70_003, master)
         for t in (1, 2, 3):
             state.step(t, grad_scale=0.7)
         results.append(state.bits())
     assert all(result == results[0] for result in results)
 
 
-@kinds
+@rules_and_moments
 def test_threads_and_segments_give_the_same_bits(rule: str, moments: str) -> None:
     count = 100_001
-    whole = State(rule, moments, count)
+    whole = KernelState(rule, moments, count)
     whole.step(1)
     for threads in (1, 3):
         _core.set_threads(threads)
-        state = State(rule, moments, count)
+        state = KernelState(rule, moments, count)
         state.step(1)
         assert state.bits() == whole.bits()
-    pieces = State(rule, moments, count)
+    pieces = KernelState(rule, moments, count)
     cuts = [0, 64, 32_768, 32_832, 65_536, count // 64 * 64, count]
     for a, b in itertools.pairwise(cuts):
         pieces.step(1, a, b)
     assert pieces.bits() == whole.bits()
 
 
-@kinds
+@rules_and_moments
 def test_every_size_and_tail(rule: str, moments: str) -> None:
     """Nothing behind the end moves, and what is in whole blocks does not depend on it."""
     for isa in _core.supported_isas():
         _core.set_isa(isa)
-        whole = State(rule, moments, 128)
+        whole = KernelState(rule, moments, 128)
         before = whole.bits()
         whole.step(1)
         for count in range(0, 101, 3):
-            state = State(rule, moments, 128)
+            state = KernelState(rule, moments, 128)
             state.step(1, 0, count)
             sure = count // 32 * 32
             for got, expected, untouched in zip(state.bits(), whole.bits(), before, strict=True):
@@ -161,7 +172,7 @@ def test_stochastic_rounding_is_unbiased() -> None:
         v = aligned(count, kind)
         scales = [aligned(count // 32, "f4") for _ in range(2)] if moments == "int8" else []
         g = np.ones(count, np.float32)
-        hyper = HYPER["adamw"] | {"beta2": 0.999, "lr": 0.0}
+        hyper = HYPERPARAMETERS["adamw"] | {"beta2": 0.999, "lr": 0.0}
         _core.adamw_fp32(p, m, v, g, step=1, seed=0, scales=scales, **hyper)
         first = from_bf16(v) if moments == "bf16" else from_int8(v, scales[1])
         keep = np.arange(count) % 32 == 0  # one in a block goes on, and holds the scale
@@ -187,10 +198,10 @@ def test_int8_codes_cover_orders_of_magnitude() -> None:
 def test_keeps_nan_and_infinity_in_moments(isa: str) -> None:
     _core.set_isa(isa)
     for moments in ("bf16", "int8"):
-        state = State("adamw", moments, 64)
+        state = KernelState("adamw", moments, 64)
         g = state.gradient(1)
         g[3], g[40] = np.nan, np.inf
-        numbers = HYPER["adamw"] | {"step": 1, "scales": state.scales}
+        numbers = HYPERPARAMETERS["adamw"] | {"step": 1, "scales": state.scales}
         _core.adamw_fp32(state.p, *state.m, g, **numbers)
         _core.adamw_fp32(state.p, *state.m, np.zeros(64, np.float32), **numbers | {"step": 2})
         assert not np.isfinite(state.p[[3, 40]]).any()
@@ -203,10 +214,10 @@ def test_keeps_nan_and_infinity_in_moments(isa: str) -> None:
 def test_lion_keeps_weights_with_zero_momentum() -> None:
     p, m, g = (aligned(64, "f4") for _ in range(3))
     p[:] = 1
-    _core.lion_fp32(p, m, g, **HYPER["lion"] | {"weight_decay": 0.0})
+    _core.lion_fp32(p, m, g, **HYPERPARAMETERS["lion"] | {"weight_decay": 0.0})
     assert (p == 1).all()
     g[0] = np.nan
-    _core.lion_fp32(p, m, g, **HYPER["lion"] | {"weight_decay": 0.0})
+    _core.lion_fp32(p, m, g, **HYPERPARAMETERS["lion"] | {"weight_decay": 0.0})
     assert np.isnan(p[0]) and (p[1:] == 1).all()
 
 
@@ -216,10 +227,10 @@ def test_lion_keeps_weights_with_zero_momentum() -> None:
 def test_torch_moments_are_written_in_place() -> None:
     p, g = torch.zeros(64), torch.ones(64)
     m, v = torch.zeros(64, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.bfloat16)
-    _core.adamw_fp32(p, m, v, g, step=1, **HYPER["adamw"])
+    _core.adamw_fp32(p, m, v, g, step=1, **HYPERPARAMETERS["adamw"])
     assert torch.allclose(m.float(), torch.full((64,), 0.1), rtol=0.01) and (v > 0).all()
     codes, scale = torch.zeros(64, dtype=torch.int8), torch.zeros(2)
-    _core.lion_fp32(p, codes, g, scales=[scale], **HYPER["lion"])
+    _core.lion_fp32(p, codes, g, scales=[scale], **HYPERPARAMETERS["lion"])
     assert (codes == 127).all() and (scale > 0).all()
     assert bf16_bits(np.ones(1, np.float32))[0] == 0x3F80
 
@@ -227,7 +238,7 @@ def test_torch_moments_are_written_in_place() -> None:
 def test_unfit_moments_are_refused() -> None:
     p, g = aligned(64, "f4"), aligned(64, "f4")
     m, v, scales = aligned(64, "i1"), aligned(64, "u1"), [aligned(2, "f4"), aligned(2, "f4")]
-    call, numbers = _core.adamw_fp32, HYPER["adamw"] | {"step": 1}
+    call, numbers = _core.adamw_fp32, HYPERPARAMETERS["adamw"] | {"step": 1}
     with pytest.raises(ValueError, match="scales must be 2 arrays, got 0"):
         call(p, m, v, g, **numbers)
     with pytest.raises(ValueError, match="scales must be 0 arrays, got 2"):
@@ -257,4 +268,4 @@ def test_unfit_moments_are_refused() -> None:
 def test_refuses_numbers_out_of_range(rule: str, changes: dict[str, Any], message: str) -> None:
     arrays = [aligned(64, "f4") for _ in range(3)]
     with pytest.raises(ValueError, match=message):
-        getattr(_core, f"{rule}_fp32")(*arrays, **HYPER[rule] | changes)
+        getattr(_core, f"{rule}_fp32")(*arrays, **HYPERPARAMETERS[rule] | changes)

@@ -20,13 +20,12 @@ from hypothesis import strategies as st
 import lohan.data as data
 from lohan.data import IGNORE, Dataset, Encoder, encode_row, open_dataset, prepare
 from lohan.errors import DataError
-from tests.support.tokenizer_folders import (
-    CHATML,
-    encode,
-    model_dir_fixture,  # noqa: F401 - fixtures
-    rows,
-    spelled,
-    write,
+from tests.support.model_folders import (
+    CHATML_TEMPLATE,
+    model_dir_fixture,  # noqa: F401 - a fixture
+    spelled_row,
+    spelled_tokens,
+    write_jsonl,
 )
 
 transformers = pytest.importorskip("transformers")
@@ -55,20 +54,25 @@ COUNTING = "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% e
 REFUSING = "{{ raise_exception('roles must alternate') }}"
 
 
+rows = st.lists(
+    st.lists(st.tuples(st.integers(0, 999), st.booleans()), max_size=20), min_size=1, max_size=20
+)
+
+
 # ---------------------------------------------------------------- forms of examples
 
 
 def test_text_has_loss_everywhere_and_ends(model_dir: Callable[..., Path]) -> None:
-    assert encode(model_dir(), {"text": "ab"}) == ("ab<|im_end|>",) * 2
-    assert encode(model_dir(bos=True), {"text": "ab"}) == ("<s>ab<|im_end|>",) * 2
+    assert spelled_row(model_dir(), {"text": "ab"}) == ("ab<|im_end|>",) * 2
+    assert spelled_row(model_dir(bos=True), {"text": "ab"}) == ("<s>ab<|im_end|>",) * 2
 
 
 def test_prompt_and_completion_without_template_are_joined_as_they_are(
     model_dir: Callable[..., Path],
 ) -> None:
     row = {"prompt": "1+1=", "completion": "2"}
-    assert encode(model_dir(), row) == ("1+1=2<|im_end|>", "~~~~2<|im_end|>")
-    assert encode(model_dir(bos=True), row) == ("<s>1+1=2<|im_end|>", "~~~~~2<|im_end|>")
+    assert spelled_row(model_dir(), row) == ("1+1=2<|im_end|>", "~~~~2<|im_end|>")
+    assert spelled_row(model_dir(bos=True), row) == ("<s>1+1=2<|im_end|>", "~~~~~2<|im_end|>")
 
 
 @pytest.mark.parametrize(
@@ -85,7 +89,7 @@ def test_question_without_template(
     model_dir: Callable[..., Path], row: dict[str, Any], prompt: str
 ) -> None:
     before = f"### Question:\n{prompt}\n\n### Answer:\n"
-    assert encode(model_dir(), row) == (
+    assert spelled_row(model_dir(), row) == (
         f"{before}yes<|im_end|>",
         "~" * len(before) + "yes<|im_end|>",
     )
@@ -100,11 +104,11 @@ def test_question_without_template(
         {"messages": [{"role": "user", "content": "q?"}, {"role": "assistant", "content": "yes"}]},
     ],
 )
-@pytest.mark.parametrize("template", [CHATML, TAGGED])
+@pytest.mark.parametrize("template", [CHATML_TEMPLATE, TAGGED])
 def test_template_is_used_where_there_is_one(
     model_dir: Callable[..., Path], row: dict[str, Any], template: str
 ) -> None:
-    text, loss = encode(model_dir(template=template), row)
+    text, loss = spelled_row(model_dir(template=template), row)
     assert text == "<|im_start|>user\nq?<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>\n"
     hidden = 1 + len("user\nq?") + 1 + 1 + 1 + len("assistant\n")
     assert loss == "~" * hidden + "yes<|im_end|>~"
@@ -119,22 +123,22 @@ TURNS = [
 ]
 
 
-@pytest.mark.parametrize("template", [CHATML, TAGGED])
+@pytest.mark.parametrize("template", [CHATML_TEMPLATE, TAGGED])
 def test_every_assistant_turn_has_loss(model_dir: Callable[..., Path], template: str) -> None:
     encoder = Encoder(model_dir(template=template))
     ids, labels = encode_row({"messages": TURNS}, encoder=encoder, place="")
-    assert spelled(encoder, ids, labels)[1].replace("~", "") == "A1<|im_end|>A2<|im_end|>"
+    assert spelled_tokens(encoder, ids, labels)[1].replace("~", "") == "A1<|im_end|>A2<|im_end|>"
     assert encoder.skipped_turns == 0
 
 
 def test_turn_after_the_last_answer_has_no_loss(model_dir: Callable[..., Path]) -> None:
-    _, loss = encode(model_dir(template=CHATML), {"messages": TURNS[:4]})
+    _, loss = spelled_row(model_dir(template=CHATML_TEMPLATE), {"messages": TURNS[:4]})
     assert loss.replace("~", "") == "A1<|im_end|>"
     assert loss.endswith("~~")
 
 
 def test_template_that_closes_nothing_gets_the_end_token(model_dir: Callable[..., Path]) -> None:
-    text, loss = encode(model_dir(template=PLAIN), {"messages": TURNS[1:]})
+    text, loss = spelled_row(model_dir(template=PLAIN), {"messages": TURNS[1:]})
     assert text == "u: one\na: A1\nu: two\na: A2\n<|im_end|>"
     assert loss == "~" * 10 + "A1\n" + "~" * 10 + "A2\n<|im_end|>"
 
@@ -156,18 +160,18 @@ def test_history_rendered_otherwise_has_no_loss(
 ) -> None:
     encoder = Encoder(model_dir(template=THINKING))
     ids, labels = encode_row({"messages": TURNS}, encoder=encoder, place="")
-    shown = spelled(encoder, ids, labels)[1].replace("~", "")
+    shown = spelled_tokens(encoder, ids, labels)[1].replace("~", "")
     assert shown == "<think></think>A2<|im_end|>"
     assert encoder.skipped_turns == 1
 
 
 def test_answer_without_a_question_has_no_loss(model_dir: Callable[..., Path]) -> None:
-    _, loss = encode(model_dir(template=CHATML), {"messages": TURNS[2:]})
+    _, loss = spelled_row(model_dir(template=CHATML_TEMPLATE), {"messages": TURNS[2:]})
     assert loss.replace("~", "") == "A2<|im_end|>"
 
 
 def test_tokenized_needs_no_tokenizer(tmp_path: Path) -> None:
-    source = write(
+    source = write_jsonl(
         tmp_path / "d.jsonl",
         {"input_ids": [1, 2, 3]},
         {"input_ids": [4, 5, 6, 7], "labels": [-100, -100, 6, 7]},
@@ -186,7 +190,7 @@ def test_tokenized_needs_no_tokenizer(tmp_path: Path) -> None:
 
 
 def test_long_examples_are_cut_and_those_without_answer_dropped(tmp_path: Path) -> None:
-    source = write(
+    source = write_jsonl(
         tmp_path / "d.jsonl",
         {"input_ids": [1, 2, 3, 4, 5]},
         {"input_ids": [1, 2, 3, 4], "labels": [-100, -100, -100, 4]},
@@ -359,7 +363,7 @@ def test_json_errors(
 
 
 def test_names_the_missing_tokenizer(tmp_path: Path) -> None:
-    source = write(tmp_path / "d.jsonl", {"input_ids": [1, 2]}, {"text": "a"})
+    source = write_jsonl(tmp_path / "d.jsonl", {"input_ids": [1, 2]}, {"text": "a"})
     got = refusal(source, tmp_path)
     assert "no tokenizer there" in got
     assert f"{source}, line 2 needs one" in got
@@ -369,14 +373,14 @@ def test_names_the_missing_tokenizer(tmp_path: Path) -> None:
 
 
 def test_tokenizer_of_another_model(tmp_path: Path, model_dir: Callable[..., Path]) -> None:
-    source = write(tmp_path / "d.jsonl", {"text": "zzz"})
+    source = write_jsonl(tmp_path / "d.jsonl", {"text": "zzz"})
     assert "outside the model's vocabulary of 40; use the tokenizer that belongs" in refusal(
         source, model_dir(), vocab_size=40
     )
 
 
 def test_template_errors(tmp_path: Path, model_dir: Callable[..., Path]) -> None:
-    source = write(tmp_path / "d.jsonl", {"messages": TURNS})
+    source = write_jsonl(tmp_path / "d.jsonl", {"messages": TURNS})
     got = refusal(source, model_dir(template=REFUSING))
     assert f"{source}, line 1: the model's chat template refuses the messages: roles must" in got
     got = refusal(source, model_dir(template=COUNTING))
@@ -387,16 +391,16 @@ def test_rejects_data_when_no_example_is_left(
     tmp_path: Path, model_dir: Callable[..., Path]
 ) -> None:
     row = {"prompt": "a long question", "completion": "no"}
-    source = write(tmp_path / "d.jsonl", row, row)
+    source = write_jsonl(tmp_path / "d.jsonl", row, row)
     got = refusal(source, model_dir())
     assert "no example is left to train on (2 dropped: the first 8 tokens held no answer)" in got
     assert "raise --seq" in got
-    source = write(tmp_path / "d.jsonl", {"messages": TURNS[:2]})
-    assert "no example is left" in refusal(source, model_dir(template=CHATML))
+    source = write_jsonl(tmp_path / "d.jsonl", {"messages": TURNS[:2]})
+    assert "no example is left" in refusal(source, model_dir(template=CHATML_TEMPLATE))
 
 
 def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
-    source = write(tmp_path / "d.jsonl", {"input_ids": [1, 2]})
+    source = write_jsonl(tmp_path / "d.jsonl", {"input_ids": [1, 2]})
     in_the_way = tmp_path / "file"
     in_the_way.touch()
     with pytest.raises(DataError, match=r"while tokenising .*check space and permissions"):
@@ -408,7 +412,9 @@ def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
 
 def tokenized(folder: Path, lengths: list[int], *, seq: int = 64, seed: int = 0) -> Dataset:
     """Return a dataset whose example i consists of tokens i + 1."""
-    source = write(folder / "d.jsonl", *({"input_ids": [i + 1] * n} for i, n in enumerate(lengths)))
+    source = write_jsonl(
+        folder / "d.jsonl", *({"input_ids": [i + 1] * n} for i, n in enumerate(lengths))
+    )
     return prepare(source, model_dir=folder, cache_dir=folder / "c", seq=seq, seed=seed)
 
 
@@ -489,7 +495,7 @@ def test_steps_for_epochs(tmp_path: Path, epochs: float, batch: int, steps: int)
 
 
 def test_pad_token_of_the_tokenizer(tmp_path: Path, model_dir: Callable[..., Path]) -> None:
-    source = write(tmp_path / "d.jsonl", {"text": "ab"})
+    source = write_jsonl(tmp_path / "d.jsonl", {"text": "ab"})
     tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir())
     prepared = prepare(source, model_dir=model_dir(), cache_dir=tmp_path / "c", seq=8)
     assert prepared.pad_id == tokenizer.pad_token_id
@@ -514,7 +520,7 @@ def test_cache_is_reused_and_rebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert again() == first
     assert (first.folder / "tokens.bin").stat().st_ino == stamp
     assert again(seq=32).fingerprint != first.fingerprint
-    write(tmp_path / "d.jsonl", {"input_ids": [9, 9]})
+    write_jsonl(tmp_path / "d.jsonl", {"input_ids": [9, 9]})
     changed = again()
     assert len(changed) == 1
     assert list(changed.example(0)[0]) == [9, 9]
@@ -588,7 +594,7 @@ def test_rows_survive_tokenising_and_truncation(
         for ids, labels in made_of
         if any(label != IGNORE for label in labels[1:seq])
     ]
-    source = write(
+    source = write_jsonl(
         folder / "d.jsonl", *({"input_ids": ids, "labels": labels} for ids, labels in made_of)
     )
     if not kept:

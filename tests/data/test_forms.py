@@ -18,10 +18,10 @@ from lohan.errors import ConfigError, DataError
 from lohan.train.language import CausalLM
 from lohan.train.preference import Preference
 from lohan.util.settings import Source
-from tests.support.tokenizer_folders import (
-    encode,
-    model_dir_fixture,  # noqa: F401 - fixtures
-    write,
+from tests.support.model_folders import (
+    model_dir_fixture,  # noqa: F401 - a fixture
+    spelled_row,
+    write_jsonl,
 )
 
 CHATML = (
@@ -39,12 +39,14 @@ Models = Callable[..., Path]
 @pytest.mark.parametrize("turns", [TURNS, MESSAGES, json.dumps(TURNS)])
 def test_share_gpt_is_the_same_chat(model_dir: Models, turns: Any) -> None:
     folder = model_dir(template=CHATML)
-    assert encode(folder, {"conversations": turns}) == encode(folder, {"messages": MESSAGES})
+    assert spelled_row(folder, {"conversations": turns}) == spelled_row(
+        folder, {"messages": MESSAGES}
+    )
 
 
 def test_unknown_speakers_are_named(model_dir: Models) -> None:
     with pytest.raises(DataError, match=r"turn 2 is from 'robot'; known are human, user, system"):
-        encode(
+        spelled_row(
             model_dir(template=CHATML),
             {
                 "conversations": [TURNS[0], {"from": "robot", "value": "x"}],
@@ -55,10 +57,10 @@ def test_unknown_speakers_are_named(model_dir: Models) -> None:
 def test_a_system_column_comes_first(model_dir: Models) -> None:
     folder = model_dir(template=CHATML)
     first = {"role": "system", "content": "be kind"}
-    wanted = encode(folder, {"messages": [first, *MESSAGES]})
-    assert encode(folder, {"messages": MESSAGES, "system": "be kind"}) == wanted
+    wanted = spelled_row(folder, {"messages": [first, *MESSAGES]})
+    assert spelled_row(folder, {"messages": MESSAGES, "system": "be kind"}) == wanted
     row = {"instruction": "hi", "output": "yo", "system": "be kind"}
-    assert encode(folder, row) == wanted
+    assert spelled_row(folder, row) == wanted
 
 
 ONE, TWO = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
@@ -78,7 +80,7 @@ ONE, TWO = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a
 )
 def test_other_names_and_forms_of_the_same(row: Any, model_dir: Models) -> None:
     folder = model_dir(template=CHATML)
-    assert encode(folder, row) == encode(folder, {"messages": [ONE, TWO]})
+    assert spelled_row(folder, row) == spelled_row(folder, {"messages": [ONE, TWO]})
 
 
 def test_includes_context_history_and_system_prompt_without_loss(model_dir: Models) -> None:
@@ -90,7 +92,7 @@ def test_includes_context_history_and_system_prompt_without_loss(model_dir: Mode
         "history": [["h", "o"]],
         "system_prompt": "s",
     }
-    text, shown = encode(model_dir(template=CHATML), row)
+    text, shown = spelled_row(model_dir(template=CHATML), row)
     turns = [("system", "s"), ("user", "h"), ("assistant", "o"), ("user", "i\n\nc")]
     before = "".join(f"<|im_start|>{role}\n{message}<|im_end|>\n" for role, message in turns)
     assert text.startswith(f"{before}<|im_start|>assistant\na<|im_end|>")
@@ -99,7 +101,7 @@ def test_includes_context_history_and_system_prompt_without_loss(model_dir: Mode
 
 def test_turns_of_no_weight_carry_no_loss(model_dir: Models) -> None:
     messages = [ONE, {**TWO, "content": "z", "weight": 0}, ONE, {**TWO, "weight": 1}]
-    text, shown = encode(model_dir(template=CHATML), {"messages": messages})
+    text, shown = spelled_row(model_dir(template=CHATML), {"messages": messages})
     assert "z" in text and shown.replace("~", "") == "a<|im_end|>"
 
 
@@ -117,16 +119,16 @@ def test_turns_of_no_weight_carry_no_loss(model_dir: Models) -> None:
 )
 def test_parts_that_cannot_be_read(row: Any, message: str, model_dir: Models) -> None:
     with pytest.raises(DataError, match=message):
-        encode(model_dir(template=CHATML), row)
+        spelled_row(model_dir(template=CHATML), row)
 
 
 @pytest.mark.parametrize("tools", [[{"name": "clock"}], '[{"name": "clock"}]'])
 def test_templates_see_tools(model_dir: Models, tools: Any) -> None:
     folder = model_dir(template=CHATML)
-    text, shown = encode(folder, {"messages": MESSAGES, "tools": tools})
+    text, shown = spelled_row(folder, {"messages": MESSAGES, "tools": tools})
     assert text.startswith("clock;<|im_start|>user")
     assert shown.strip("~") == "yo<|im_end|>"
-    assert not encode(folder, {"messages": MESSAGES})[0].startswith("clock")
+    assert not spelled_row(folder, {"messages": MESSAGES})[0].startswith("clock")
 
 
 def test_templates_by_name_and_file(model_dir: Models, tmp_path: Path) -> None:
@@ -250,7 +252,7 @@ def test_several_processes_make_the_same_tokens(
     tmp_path: Path,
     start: str,
 ) -> None:
-    source = write(tmp_path / "d.jsonl", *(ROWS * 30))
+    source = write_jsonl(tmp_path / "d.jsonl", *(ROWS * 30))
     alone = prepare(source, model_dir=model_dir(), cache_dir=tmp_path / "one", seq=64)
     monkeypatch.setattr(reading, "PARALLEL_BYTES", 1)
     monkeypatch.setattr(reading, "PROCESSES", 2)
@@ -290,7 +292,7 @@ def mixed(folder: Path, tmp_path: Path, *weights: float | None, seq: int = 64) -
     sources = []
     for number, weight in enumerate(weights):
         rows = [{"prompt": f"{number}", "completion": f"{i}"} for i in range(5 + 10 * number)]
-        sources.append(Source(write(tmp_path / f"{number}.jsonl", *rows), weight))
+        sources.append(Source(write_jsonl(tmp_path / f"{number}.jsonl", *rows), weight))
     cache = tmp_path / f"c{weights}{seq}"
     return prepare(sources, model_dir=folder, cache_dir=cache, seq=seq, seed=3)
 
@@ -347,7 +349,7 @@ def test_weights_are_part_of_the_cache(model_dir: Models, tmp_path: Path) -> Non
 
 
 def test_the_first_example_is_shown(model_dir: Models, tmp_path: Path) -> None:
-    source = write(tmp_path / "d.jsonl", *ROWS)
+    source = write_jsonl(tmp_path / "d.jsonl", *ROWS)
     prepared = prepare(
         source, model_dir=model_dir(), cache_dir=tmp_path / "c", seq=64, template="alpaca"
     )
@@ -367,7 +369,7 @@ def test_tools_that_a_template_does_not_show_and_files_of_a_folder(
     folder = tmp_path / "d"
     for number in range(2):
         folder.mkdir(exist_ok=True)
-        write(folder / f"train-{number}.jsonl", {**row, "tools": [{"name": "clock"}]}, row)
+        write_jsonl(folder / f"train-{number}.jsonl", {**row, "tools": [{"name": "clock"}]}, row)
     plain = CHATML.partition("{% endfor %}")[2]
     for template, reported in ((plain, True), (CHATML, False)):
         prepared = prepare(
@@ -400,7 +402,7 @@ def test_tools_that_a_template_does_not_show_and_files_of_a_folder(
 
 def test_warnings_say_what_is_missing(model_dir: Models, tmp_path: Path) -> None:
     rows = [*ROWS[:2], {"messages": [{"role": "user", "content": "x" * 90}, *MESSAGES[1:]]}]
-    source = write(tmp_path / "d.jsonl", *rows)
+    source = write_jsonl(tmp_path / "d.jsonl", *rows)
     prepared = prepare(
         source, model_dir=model_dir(template=CHATML), cache_dir=tmp_path / "c", seq=64
     )

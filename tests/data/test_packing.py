@@ -21,10 +21,12 @@ from lohan.errors import ModelError
 from lohan.train.evaluation import evaluate
 from lohan.train.language import CausalLM, check_packs
 from lohan.train.run_folder import RunFolder, step_rows
-from tests.support.model_families import CONFIGS, VOCAB, save_model
-from tests.support.word_model import reference
+from tests.support.models import FAMILY_CONFIGS, FAMILY_VOCAB, save_model
+from tests.support.training_runs import trained_in_memory
 
-EXAMPLES = [[(7 * i + j * j) % (VOCAB - 3) + 3 for j in range(2 + (5 * i) % 9)] for i in range(11)]
+EXAMPLES = [
+    [(7 * i + j * j) % (FAMILY_VOCAB - 3) + 3 for j in range(2 + (5 * i) % 9)] for i in range(11)
+]
 
 
 @pytest.fixture(scope="module")
@@ -49,13 +51,13 @@ def dataset(data: Path, place: Path, seq: int = 16):
 
 
 EAGER_ONLY = ("gemma2", "gptj")
-CASES = [(kind, "eager") for kind in sorted(CONFIGS) if kind != "opt"]
+CASES = [(kind, "eager") for kind in sorted(FAMILY_CONFIGS) if kind != "opt"]
 CASES += [(kind, "sdpa") for kind, _ in CASES if kind not in EAGER_ONLY]
 
 
 @pytest.mark.parametrize(("kind", "attention"), CASES)
 def test_packed_example_has_loss_of_unpacked_example(kind, attention, data, tmp_path):
-    model = save_model(tmp_path / "model", CONFIGS[kind])
+    model = save_model(tmp_path / "model", FAMILY_CONFIGS[kind])
     model.set_attn_implementation(attention)
     model.config.use_cache = False
     check_packs(build_model(tmp_path / "model", dtype=torch.float32, attn_implementation=attention))
@@ -89,7 +91,7 @@ def test_packed_example_has_loss_of_unpacked_example(kind, attention, data, tmp_
 
 def test_logits_ignore_previous_example_in_packed_row(tmp_path):
     """The mask, bit for bit: another first example in the row, the same second one."""
-    model = save_model(tmp_path / "model", CONFIGS["llama"])
+    model = save_model(tmp_path / "model", FAMILY_CONFIGS["llama"])
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
     ids = torch.tensor([[5, 6, 7, 10, 11, 12, 13], [50, 60, 70, 10, 11, 12, 13]])
     with torch.no_grad():
@@ -100,7 +102,7 @@ def test_logits_ignore_previous_example_in_packed_row(tmp_path):
 
 
 def test_evaluation_does_not_depend_on_packing(data, tmp_path):
-    model = save_model(tmp_path / "model", CONFIGS["qwen3"])
+    model = save_model(tmp_path / "model", FAMILY_CONFIGS["qwen3"])
     model.config.use_cache = False
     rows = dataset(data, tmp_path)
     apart, packed = (
@@ -112,7 +114,7 @@ def test_evaluation_does_not_depend_on_packing(data, tmp_path):
 
 
 def test_packed_run_matches_in_memory_training(lohan, data, tmp_path):
-    save_model(tmp_path / "model", CONFIGS["llama"])
+    save_model(tmp_path / "model", FAMILY_CONFIGS["llama"])
     out = tmp_path / "run"
     ended = lohan(
         "train",
@@ -142,7 +144,7 @@ def test_packed_run_matches_in_memory_training(lohan, data, tmp_path):
     assert f"11 examples packed into {len(rows)} rows" in ended.out
     assert steps == -(-3 * len(rows) // 3)
     tuned = AutoModelForCausalLM.from_pretrained(out / "model").eval()
-    wanted = reference(tmp_path / "model", out, steps, 3, pack=True)
+    wanted = trained_in_memory(tmp_path / "model", out, steps, 3, pack=True)
     ids = torch.tensor([EXAMPLES[-1]])
     with torch.no_grad():
         torch.testing.assert_close(tuned(ids).logits, wanted(ids).logits, rtol=1e-3, atol=1e-4)
@@ -175,7 +177,7 @@ def test_rejects_packing_for_unsupported_models() -> None:
     )
     with pytest.raises(ModelError, match="train without --pack"):
         check_packs(mamba)
-    llama = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS["llama"]))
+    llama = AutoModelForCausalLM.from_config(copy.deepcopy(FAMILY_CONFIGS["llama"]))
     llama.config._attn_implementation = "flash_attention_2"
     with pytest.raises(ModelError, match="flash_attention_2 attention, which is not given a mask"):
         check_packs(llama)
@@ -183,7 +185,7 @@ def test_rejects_packing_for_unsupported_models() -> None:
 
 def test_detects_model_that_drops_positions(tmp_path) -> None:
     """OPT takes position_ids and makes its mask without them: examples would see each other."""
-    model = save_model(tmp_path / "model", CONFIGS["opt"])
+    model = save_model(tmp_path / "model", FAMILY_CONFIGS["opt"])
     ids = torch.tensor([[5, 6, 7, 10, 11, 12, 13], [50, 60, 70, 10, 11, 12, 13]])
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3]]).expand(2, 7)
     with torch.no_grad():

@@ -9,9 +9,9 @@ import pytest
 from lohan.data import Encoder
 from lohan.data.supervised import encode_preference
 from lohan.errors import DataError
-from tests.support.tokenizer_folders import (
-    model_dir_fixture,  # noqa: F401 - fixtures
-    spelled,
+from tests.support.model_folders import (
+    model_dir_fixture,  # noqa: F401 - a fixture
+    spelled_tokens,
 )
 
 CHATML = (
@@ -60,7 +60,7 @@ def test_forms_of_a_pair(model_dir: Callable[..., Path], row: dict[str, Any]) ->
     examples, rating = encode_preference(row, encoder=encoder, place="x")
     assert rating is None
     for example, answer in zip(examples, "ab", strict=True):
-        text, shown = spelled(encoder, *example)
+        text, shown = spelled_tokens(encoder, *example)
         assert text.startswith(f"{ASKED}{answer}<|im_end|>")
         assert shown.strip("~") == f"{answer}<|im_end|>"
 
@@ -70,7 +70,7 @@ def test_system_prompt_and_tools_of_a_row(model_dir: Callable[..., Path]) -> Non
     row = {"system": "s", "question": "q", "chosen": "a", "rejected": "b", "tools": [{"name": "t"}]}
     (example, _), _ = encode_preference(row, encoder=encoder, place="x")
     begin = "t<|im_start|>system\ns<|im_end|>\n"
-    assert spelled(encoder, *example)[0].startswith(f"{begin}{ASKED}a<|im_end|>")
+    assert spelled_tokens(encoder, *example)[0].startswith(f"{begin}{ASKED}a<|im_end|>")
 
 
 @pytest.mark.parametrize(("label", "rating"), [(True, True), (0, False), ("True", True), ("0", 0)])
@@ -88,14 +88,14 @@ def test_earlier_turns_of_a_prompt_carry_no_loss(model_dir: Callable[..., Path])
     }
     (example,), rating = encode_preference(row, encoder=encoder, place="x")
     assert rating is False
-    assert spelled(encoder, *example)[1].strip("~") == "a<|im_end|>"
+    assert spelled_tokens(encoder, *example)[1].strip("~") == "a<|im_end|>"
 
 
 def test_texts_share_whole_words(model_dir: Callable[..., Path]) -> None:
     encoder = Encoder(model_dir())
     row = {"chosen": "is it so? yes", "rejected": "is it so? yesterday"}
     examples, _ = encode_preference(row, encoder=encoder, place="x")
-    assert [spelled(encoder, *one)[1].strip("~") for one in examples] == [
+    assert [spelled_tokens(encoder, *one)[1].strip("~") for one in examples] == [
         "yes<|im_end|>",
         "yesterday<|im_end|>",
     ]

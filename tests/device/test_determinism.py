@@ -11,7 +11,7 @@ from lohan import AdamW, Budget, attach
 from lohan.config import TrainConfig
 from lohan.device.determinism import WORKSPACE, deterministic_algorithms, fix_cublas_workspace
 from lohan.errors import ConfigError
-from tests.support.small_models import small_model
+from tests.support.models import small_model
 
 
 @pytest.fixture

@@ -23,12 +23,19 @@ from lohan.planner.sizer import Sizer
 from lohan.schedule.placement import UpdateOptions
 from lohan.schedule.steps import ExecutionOrder, spec_of, steady_step
 from lohan.util.units import MiB
-from tests.support.delayed_runs import Result, Tuning, train
-from tests.support.overlap_cases import CLIP, KINDS, Case, check
-from tests.support.setting_grids import each_value, pairwise, thinned
-from tests.support.small_models import attached, batches, deep_model, small_model
+from tests.support.delayed_runs import (
+    NET_KINDS,
+    OVERLAP_CLIP,
+    OverlapCase,
+    PlanTuning,
+    RunResult,
+    check_overlap,
+    train_with_delays,
+)
+from tests.support.generated_cases import each_value, pairwise, thinned
+from tests.support.models import attached, batches, deep_model, small_model
 
-TINY = Tuning(window=1, slots=1, ring=2, spilled=0.6)
+TINY = PlanTuning(window=1, slots=1, ring=2, spilled=0.6)
 
 
 def emulated() -> EmulatedDevice:
@@ -38,61 +45,67 @@ def emulated() -> EmulatedDevice:
 # -- every mode of updates ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "mode", "clip"), pairwise(KINDS, UPDATE_MODES, [0.0, CLIP]))
+@pytest.mark.parametrize(
+    ("kind", "mode", "clip"), pairwise(NET_KINDS, UPDATE_MODES, [0.0, OVERLAP_CLIP])
+)
 def test_every_mode_works_with_the_least_memory(kind, mode, clip, tmp_path):
     """Every mode works with one spare weight slot and the gradients of one block.
 
     With so little, every buffer is used again and again.
     """
-    check(Case(kind=kind, clip=clip), tmp_path, TINY, mode=mode, seed=1, device=emulated())
+    check_overlap(
+        OverlapCase(kind=kind, clip=clip), tmp_path, TINY, mode=mode, seed=1, device=emulated()
+    )
 
 
 @pytest.mark.parametrize(("slots", "overlap"), each_value([0, 1, 4], [True, False]))
 def test_every_number_of_device_slots_equals_the_serial_path(slots, overlap, tmp_path):
-    tuning = Tuning(window=2, device_slots=slots, device_grads=1 + slots % 2, cached=0.4)
-    case = Case(kind="several", clip=CLIP * (slots % 2))
-    check(case, tmp_path, tuning, mode="balanced", seed=2, overlap=overlap, device=emulated())
+    tuning = PlanTuning(window=2, device_slots=slots, device_grads=1 + slots % 2, cached=0.4)
+    case = OverlapCase(kind="several", clip=OVERLAP_CLIP * (slots % 2))
+    check_overlap(
+        case, tmp_path, tuning, mode="balanced", seed=2, overlap=overlap, device=emulated()
+    )
 
 
-@pytest.mark.parametrize("clip", [0.0, CLIP])
+@pytest.mark.parametrize("clip", [0.0, OVERLAP_CLIP])
 def test_dropout_and_micro_batches(clip, tmp_path):
-    case = Case(kind="several", clip=clip, micro_batch=1, dropout=0.2)
-    check(case, tmp_path, TINY, mode="balanced", seed=3, device=emulated())
+    case = OverlapCase(kind="several", clip=clip, micro_batch=1, dropout=0.2)
+    check_overlap(case, tmp_path, TINY, mode="balanced", seed=3, device=emulated())
 
 
 def test_evaluation_between_steps(tmp_path):
-    case = Case(kind="tied", clip=CLIP, evaluated=True)
-    check(case, tmp_path, TINY, mode="balanced", seed=4, device=emulated())
+    case = OverlapCase(kind="tied", clip=OVERLAP_CLIP, evaluated=True)
+    check_overlap(case, tmp_path, TINY, mode="balanced", seed=4, device=emulated())
 
 
 @pytest.mark.parametrize(
     ("kind", "still", "skip", "mode", "clip"),
     [
         ("plain", ((1, 2),), (), "optimized", 0.0),
-        ("several", ((1, 0), (3, 0)), (), "balanced", CLIP),
+        ("several", ((1, 0), (3, 0)), (), "balanced", OVERLAP_CLIP),
         ("plain", (), ((0, 2),), "balanced", 0.0),
         ("plain", (), ((1, 3), (2, 3)), "serial", 0.0),
     ],
 )
 def test_backward_that_visits_other_blocks_keeps_the_bits(kind, still, skip, mode, clip, tmp_path):
-    case = Case(kind=kind, still=still, skip=skip, clip=clip)
-    check(case, tmp_path, replace(TINY, window=2), mode=mode, seed=5, device=emulated())
+    case = OverlapCase(kind=kind, still=still, skip=skip, clip=clip)
+    check_overlap(case, tmp_path, replace(TINY, window=2), mode=mode, seed=5, device=emulated())
 
 
 def test_fp16_overflow_skips_its_step(tmp_path):
-    case = Case(kind="llama", dtype=torch.float16, overflow=1)
-    check(case, tmp_path, TINY, mode="balanced", seed=6, device=emulated())
+    case = OverlapCase(kind="llama", dtype=torch.float16, overflow=1)
+    check_overlap(case, tmp_path, TINY, mode="balanced", seed=6, device=emulated())
 
 
 def test_bf16_with_micro_batches(tmp_path):
-    case = Case(kind="gpt2", dtype=torch.bfloat16, micro_batch=2)
-    check(case, tmp_path, TINY, mode="balanced", seed=7, device=emulated())
+    case = OverlapCase(kind="gpt2", dtype=torch.bfloat16, micro_batch=2)
+    check_overlap(case, tmp_path, TINY, mode="balanced", seed=7, device=emulated())
 
 
 # -- activations ----------------------------------------------------------------------------------
 
 
-def language_run(place: Path, seed: int | None = None, **options: object) -> tuple[Result, Plan]:
+def language_run(place: Path, seed: int | None = None, **options: object) -> tuple[RunResult, Plan]:
     seen: list[Plan] = []
     train_batches = batches(3, batch=4, seq=24)
     model = small_model("llama")
@@ -100,7 +113,7 @@ def language_run(place: Path, seed: int | None = None, **options: object) -> tup
     def note(model: torch.nn.Module, step: int) -> None:
         seen.append(session_plan(model))
 
-    result = train(
+    result = train_with_delays(
         model, train_batches, place, seed=seed, batch=train_batches[0], between=note, **options
     )
     return result, seen[0]
@@ -149,9 +162,9 @@ def test_a_quarter_of_what_the_model_needs(tmp_path):
     quarter = sum(p.numel() for p in deep_model().parameters()) * 16 // 4
     device = EmulatedDevice(quarter)
     options = {"micro_batch": 2, "clip": 0.5}
-    wanted = train(deep_model(), train_batches, tmp_path / "cpu", **options)
+    wanted = train_with_delays(deep_model(), train_batches, tmp_path / "cpu", **options)
     place = tmp_path / "there"
-    result = train(
+    result = train_with_delays(
         deep_model(),
         train_batches,
         place,
@@ -211,10 +224,10 @@ def test_out_of_memory_raises_the_error_of_torch_and_aborts_the_step(tmp_path):
 
 def test_host_memory_that_cannot_be_pinned(tmp_path):
     """A warning gives the reason and the cost once; the results are the same."""
-    case, tuning = Case(kind="plain"), TINY
+    case, tuning = OverlapCase(kind="plain"), TINY
     device = EmulatedDevice(64 * MiB, pinnable=4096)
     with pytest.warns(RuntimeWarning, match=r"cannot pin .*Cannot allocate memory.*half") as caught:
-        check(case, tmp_path, tuning, mode="balanced", seed=11, device=device)
+        check_overlap(case, tmp_path, tuning, mode="balanced", seed=11, device=device)
     assert len([w for w in caught if "cannot pin" in str(w.message)]) == 1
 
 

@@ -9,7 +9,7 @@ import pytest
 from lohan.device import ranks
 from lohan.device.ranks import join
 from lohan.errors import RankError
-from tests.support import forked_ranks
+from tests.support.ranks import free_port, rank_environment
 
 
 @pytest.mark.parametrize(
@@ -28,4 +28,4 @@ def test_missing_ranks_are_waited_for_until_deadline(
     """Rank 0 serves the store in which all meet, so without it the others find no store."""
     monkeypatch.setattr(ranks, "START_TIMEOUT", timedelta(seconds=1))
     with pytest.raises(RankError, match=message):
-        join(forked_ranks.environment(rank, 3, forked_ranks.free_port()))
+        join(rank_environment(rank, 3, free_port()))

@@ -27,10 +27,18 @@ from lohan.planner.machine_plan import (
 )
 from lohan.planner.memory import CARD_OWNERS
 from lohan.util.units import Interval, MiB
-from tests.support.delayed_runs import Tuning, data, memory_engine, net
-from tests.support.overlap_cases import CLIP, KINDS, Case, check
-from tests.support.setting_grids import pairwise
-from tests.support.small_models import attached
+from tests.support.delayed_runs import (
+    NET_KINDS,
+    OVERLAP_CLIP,
+    OverlapCase,
+    PlanTuning,
+    check_overlap,
+    memory_engine,
+    net_batches,
+    small_net,
+)
+from tests.support.generated_cases import pairwise
+from tests.support.models import attached
 
 SPARK = presets.machine("dgx-spark")
 GB = 10**9
@@ -109,17 +117,26 @@ def test_rejects_several_gpus():
 # -- training on the emulated device ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "mode", "clip"), pairwise(KINDS, UPDATE_MODES, [0.0, CLIP]))
+@pytest.mark.parametrize(
+    ("kind", "mode", "clip"), pairwise(NET_KINDS, UPDATE_MODES, [0.0, OVERLAP_CLIP])
+)
 def test_training_in_host_memory_changes_no_bit(kind, mode, clip, tmp_path):
-    tuning = Tuning(window=1, slots=1, ring=2, spilled=0.6)
-    check(Case(kind=kind, clip=clip), tmp_path, tuning, mode=mode, seed=1, device=UnifiedDevice())
+    tuning = PlanTuning(window=1, slots=1, ring=2, spilled=0.6)
+    check_overlap(
+        OverlapCase(kind=kind, clip=clip),
+        tmp_path,
+        tuning,
+        mode=mode,
+        seed=1,
+        device=UnifiedDevice(),
+    )
 
 
 def test_unified_device_keeps_a_single_copy_of_weights(tmp_path):
     """With the emulated link, the same model has a second set of slots on the device."""
-    rows, plans = data(2, kind="llama"), {}
+    rows, plans = net_batches(2, kind="llama"), {}
     for device in (UnifiedDevice(), EmulatedDevice(64 * MiB)):
-        model, place = net("llama"), tmp_path / device.name
+        model, place = small_net("llama"), tmp_path / device.name
         place.mkdir()
         with attached(model, place, device=device, batch=rows[0]) as session:
             for row in rows:
@@ -131,7 +148,7 @@ def test_unified_device_keeps_a_single_copy_of_weights(tmp_path):
 
 
 def test_peak_of_the_one_memory_is_within_the_plan(tmp_path):
-    rows, device, model = data(2, kind="llama"), UnifiedDevice(), net("llama")
+    rows, device, model = net_batches(2, kind="llama"), UnifiedDevice(), small_net("llama")
     with attached(model, tmp_path, device=device, batch=rows[0]) as session:
         for row in rows:
             model(**row).loss.backward()
@@ -155,7 +172,7 @@ def test_lanes_see_a_block_when_its_compute_is_done(monkeypatch, tmp_path):
 
     monkeypatch.setattr(device, "mark", marked)
     monkeypatch.setattr(Lanes, "_finish", finished)
-    rows, model = data(2), net()
+    rows, model = net_batches(2), small_net()
     with attached(model, tmp_path, device=device, engine=memory_engine()) as session:
         device.delay = lambda lane: time.sleep(0.005)
         for row in rows:
@@ -168,7 +185,7 @@ def test_updates_have_a_thread_beside_compute(tmp_path):
     for device, on_caller in ((UnifiedDevice(), False), (CpuDevice(), True)):
         place = tmp_path / device.name
         place.mkdir()
-        with attached(net(), place, device=device, engine=memory_engine()) as session:
+        with attached(small_net(), place, device=device, engine=memory_engine()) as session:
             assert (session.executor.lanes._updates is not None) == on_caller
 
 

@@ -22,8 +22,8 @@ from lohan.model.machine import Profile
 from lohan.model.shapes import Activation, BlockShape, ModelShape
 from lohan.schedule.simulate import SiteWork, Traffic
 from lohan.util.trace import Span, write_chrome_trace
-from tests.support.model_families import CONFIGS, GROUPED, save_model
-from tests.support.tokenizer_folders import save_tokenizer
+from tests.support.model_folders import save_tokenizer
+from tests.support.models import FAMILY_CONFIGS, GROUPED_SIZES, save_model
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -81,7 +81,7 @@ def test_forecasts_are_those_that_are_printed(command, answer, lohan):
 
 @pytest.mark.parametrize("number", range(len(blocks(README, "python"))))
 def test_python_blocks_run(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_model(tmp_path / "my-model", CONFIGS["llama"])
+    save_model(tmp_path / "my-model", FAMILY_CONFIGS["llama"])
     drive = tmp_path / "nvme0"
     drive.mkdir()
     code = blocks(README, "python")[number].replace('"/nvme0"', repr(str(drive)))
@@ -190,7 +190,7 @@ def test_quickstart_works_as_printed(tmp_path, monkeypatch, lohan) -> None:
     """Its data, then every command of it in order; only the interrupt is left out."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    config = LlamaConfig(**{**GROUPED, "vocab_size": 264, "max_position_embeddings": 256})
+    config = LlamaConfig(**{**GROUPED_SIZES, "vocab_size": 264, "max_position_embeddings": 256})
     save_model(tmp_path / "my-model", config)
     save_tokenizer(tmp_path / "my-model")
     (tmp_path / "examples.jsonl").write_text(blocks(QUICKSTART, "json")[0], encoding="utf-8")

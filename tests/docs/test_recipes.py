@@ -22,7 +22,7 @@ from transformers import (
 from lohan.config import field_of
 from lohan.errors import ModelError
 from lohan.train.language import check_packs
-from tests.support.model_families import GROUPED
+from tests.support.models import GROUPED_SIZES
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEC = importlib.util.spec_from_file_location("cards_page", ROOT / "docs" / "cards_page.py")
@@ -49,14 +49,14 @@ def test_header_is_the_forecast_of_a_plan_that_fits(chosen):
 
 
 HUB_CONFIGS = {
-    "llama": LlamaConfig(**GROUPED),
-    "mistral": MistralConfig(**GROUPED),
-    "qwen3": Qwen3Config(**GROUPED),
-    "qwen3_moe": Qwen3MoeConfig(**GROUPED, moe_intermediate_size=24, num_experts=4),
-    "gpt_oss": GptOssConfig(**GROUPED, num_local_experts=4),
+    "llama": LlamaConfig(**GROUPED_SIZES),
+    "mistral": MistralConfig(**GROUPED_SIZES),
+    "qwen3": Qwen3Config(**GROUPED_SIZES),
+    "qwen3_moe": Qwen3MoeConfig(**GROUPED_SIZES, moe_intermediate_size=24, num_experts=4),
+    "gpt_oss": GptOssConfig(**GROUPED_SIZES, num_local_experts=4),
     # The checkpoints on the hub also have a vision tower.
     "gemma3_text": Gemma3Config(
-        text_config={**GROUPED, "sliding_window": 8},
+        text_config={**GROUPED_SIZES, "sliding_window": 8},
         vision_config={
             "hidden_size": 32,
             "intermediate_size": 48,

@@ -14,8 +14,9 @@ import lohan
 from lohan.checkpoint.adapters import add_lora
 from lohan.optim import Lora
 from tests.support.every_model import build
-from tests.support.model_families import CONFIGS, VOCAB, save_model
-from tests.support.small_models import (
+from tests.support.models import (
+    FAMILY_CONFIGS,
+    FAMILY_VOCAB,
     adapted,
     assert_close,
     assert_same,
@@ -24,8 +25,9 @@ from tests.support.small_models import (
     lohan_run,
     master_weights,
     plain_run,
+    save_model,
     small_model,
-    train,
+    train_steps,
 )
 
 peft = pytest.importorskip("peft", reason="adapters need the extra: pip install 'lohan[peft]'")
@@ -76,12 +78,12 @@ def test_dropout_is_the_same_with_and_without_overlap(tmp_path):
 
 
 def folder(tmp_path: Path) -> Path:
-    save_model(tmp_path / "base", CONFIGS["qwen2-tied"])
+    save_model(tmp_path / "base", FAMILY_CONFIGS["qwen2-tied"])
     return tmp_path / "base"
 
 
 def tokens(steps: int):
-    return batches(steps, batch=2, seq=12, vocab=VOCAB)
+    return batches(steps, batch=2, seq=12, vocab=FAMILY_VOCAB)
 
 
 def test_base_from_a_folder_adapter_resumed_and_exported(tmp_path):
@@ -96,7 +98,7 @@ def test_base_from_a_folder_adapter_resumed_and_exported(tmp_path):
     assert all(parameter.is_meta for parameter in whole.parameters())
     with attached(whole, tmp_path / "whole", batch=data[0]) as session:
         start = master_weights(session)
-        expected = train(whole, data)
+        expected = train_steps(whole, data)
         last = master_weights(session)
         groups = session.executor.blocks.groups
         small = [g.key for g in groups if g.key.endswith(("layers.0", "layers.1"))]
@@ -110,10 +112,10 @@ def test_base_from_a_folder_adapter_resumed_and_exported(tmp_path):
 
     first = fresh()
     with attached(first, tmp_path / "parts"):
-        losses = train(first, data[:3])
+        losses = train_steps(first, data[:3])
     second = adapted(lohan.load(base))
     with attached(second, tmp_path / "parts", resume=True) as session:
-        losses += train(second, data[3:])
+        losses += train_steps(second, data[3:])
         assert losses == expected
         assert_same(master_weights(session), last)
         assert session.export(tmp_path / "adapter") == tmp_path / "adapter"
@@ -175,7 +177,7 @@ def test_16_bit_base_with_fp32_adapters(tmp_path):
     with attached(model, tmp_path) as session:
         assert session.plan.dtype == "bf16"
         first = master_weights(session)
-        losses = train(model, data)
+        losses = train_steps(model, data)
         session.export(tmp_path / "adapter", dtype="fp32")
     for name, weight in start.items():
         assert torch.equal(first[name], weight)
@@ -194,7 +196,7 @@ def test_trains_with_a_host_budget_smaller_than_the_base(tmp_path):
     with attached(model, tmp_path, batch=data[0], budget=budget) as session:
         assert session.plan.weight_slots < 2 * 3
         before = session.counters.bytes_read
-        train(model, data)
+        train_steps(model, data)
         session.flush()
         assert session.counters.bytes_read - before > base  # it was not kept
 
@@ -257,10 +259,10 @@ def test_virtual_tokens_over_a_base_that_streams(config, tmp_path):
 
 
 def test_virtual_tokens_over_a_model_without_weights(tmp_path):
-    save_model(tmp_path / "base", CONFIGS["llama"])
+    save_model(tmp_path / "base", FAMILY_CONFIGS["llama"])
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
     model = peft.get_peft_model(lohan.load(tmp_path / "base"), config)
-    data = batches(3, batch=2, seq=8, vocab=VOCAB)
+    data = batches(3, batch=2, seq=8, vocab=FAMILY_VOCAB)
     with lohan.attach(
         model, optimizer=lohan.AdamW(lr=0.1), budget=lohan.Budget(host="64MiB", ssd=[tmp_path])
     ):

@@ -9,8 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.architectures import KINDS, data_of, model_of, without_noise
-from tests.support.small_models import (
+from tests.support.architectures import (
+    ARCHITECTURES,
+    architecture_batches,
+    architecture_model,
+    without_noise,
+)
+from tests.support.models import (
     assert_close,
     assert_same,
     attached,
@@ -29,11 +34,11 @@ PLANNED = ("dit", "mixtral", "llava")  # with a batch: DiT must, for what it cal
 def of(kind: str, steps: int) -> tuple[torch.nn.Module, list[dict[str, torch.Tensor]]]:
     if kind in DIFFUSERS:
         pytest.importorskip("diffusers")
-    return model_of(kind), data_of(kind, steps)
+    return architecture_model(kind), architecture_batches(kind, steps)
 
 
 @pytest.mark.parametrize(
-    ("kind", "micro_batch"), [*((kind, 1) for kind in KINDS), ("dit", None), ("t5", None)]
+    ("kind", "micro_batch"), [*((kind, 1) for kind in ARCHITECTURES), ("dit", None), ("t5", None)]
 )
 def test_equals_in_memory_adamw(kind, micro_batch, tmp_path):
     """Models of many architectures equal AdamW in memory.

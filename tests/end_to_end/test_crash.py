@@ -8,28 +8,65 @@ import random
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.support import evaluated_run as evaluation
-from tests.support.forked_commands import Boundary, Ended, Forge, Run
-from tests.support.tiny_run import STEPS, arguments, result, write_inputs
+from lohan.train.run_folder import RunFolder, eval_rows, step_rows
+from tests.support import training_runs
+from tests.support.forked_commands import (
+    TINY_STEPS,
+    Boundary,
+    Ended,
+    Forge,
+    Run,
+    tiny_arguments,
+    tiny_result,
+    write_tiny_inputs,
+)
 
 COMMIT = {"fsync", "fsync done", "replace", "replace done", "sync", "sync done"}
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_inputs(tmp_path_factory.mktemp("inputs"))
+    return write_tiny_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+def evaluated_result(out: Path) -> dict[str, Any]:
+    """Return everything that must not depend on interruptions."""
+    folder = RunFolder(out)
+    samples = out / "samples.jsonl"
+    return {
+        "steps": [(row["step"], row["loss"]) for row in step_rows(folder)],
+        "evaluations": [(row["step"], row["eval_loss"]) for row in eval_rows(folder)],
+        "model": training_runs.exported_bytes(folder.model),
+        "best": training_runs.exported_bytes(folder.best),
+        "samples": samples.read_text() if samples.exists() else "",
+    }
+
+
+def command_options(settings: dict[str, Any]) -> list[str]:
+    named = {"model", "data", "out"}
+    created: list[str] = []
+    for key, value in settings.items():
+        if key in named:
+            created += [f"--{key}", str(value)]
+        else:
+            text = value if not isinstance(value, (bool, Path)) else json.dumps(value, default=str)
+            created += ["--set", f"{key}={text}"]
+    return created
 
 
 def uninterrupted(forge: Forge, inputs: Path, folder: Path, *more: object):
     """Return the result of a run and the names of its boundaries."""
-    ended = forge.run("train", *arguments(inputs, folder / "run", *more), trace=folder / "trace")
+    ended = forge.run(
+        "train", *tiny_arguments(inputs, folder / "run", *more), trace=folder / "trace"
+    )
     assert ended.code == 0, ended.err
     names = json.loads((folder / "trace").read_text())
-    weights, rows = result(folder / "run")
-    assert [step for step, _, _ in rows] == list(range(1, STEPS + 1))
+    weights, rows = tiny_result(folder / "run")
+    assert [step for step, _, _ in rows] == list(range(1, TINY_STEPS + 1))
     return (weights, rows), names
 
 
@@ -40,7 +77,7 @@ def whole(forge: Forge, inputs: Path, tmp_path_factory: pytest.TempPathFactory):
 
 def go_on(forge: Forge, inputs: Path, out: Path, *more: object, **how: str) -> Ended:
     """Repeat the command after a crash, then follow the advice in its message."""
-    ended = forge.run("train", *arguments(inputs, out, *more), **how)
+    ended = forge.run("train", *tiny_arguments(inputs, out, *more), **how)
     if ended.code == 2 and f"lohan resume {out}" in ended.err:
         return forge.run("resume", out, **how)
     return ended
@@ -49,11 +86,11 @@ def go_on(forge: Forge, inputs: Path, out: Path, *more: object, **how: str) -> E
 def kill_and_go_on(forge, inputs, whole, out, kill_at, *more) -> None:
     expected, names = whole
     where = f"killed at {kill_at}: {names[kill_at] if isinstance(kill_at, int) else ''}"
-    ended = forge.run("train", *arguments(inputs, out, *more), kill_at=kill_at)
+    ended = forge.run("train", *tiny_arguments(inputs, out, *more), kill_at=kill_at)
     assert ended.code == -signal.SIGKILL, f"{where}\n{ended.err}"
     ended = go_on(forge, inputs, out, *more)
     assert ended.code == 0, f"{where}\n{ended.out}\n{ended.err}"
-    assert result(out) == expected, where
+    assert tiny_result(out) == expected, where
     assert not [path for path in out.rglob("*") if ".tmp" in path.name], where
 
 
@@ -111,7 +148,9 @@ def crossed(names: list[str], kill_at: Boundary) -> int | None:
 def test_phases_from_which_kills_are_drawn_occur(forge, tmp_path):
     """A renamed phase would end the processes of benchmarks/kills.py at once."""
     ended = forge.run(
-        "--help", before="phase_log:watch", env={"LOHAN_PHASE": str(tmp_path / "phase")}
+        "--help",
+        before="tests.support.process_hooks:log_phases",
+        env={"LOHAN_PHASE": str(tmp_path / "phase")},
     )
     assert ended.code == 0 and (tmp_path / "phase").exists(), ended.err
 
@@ -156,16 +195,18 @@ def test_kill_while_norms_cross_the_limit(host, again, number, forge, inputs, tm
     """
     more = ("--clip", 3, "--steps", 12, "--schedule", "constant", "--host", host)
     plain, run, killed = (tmp_path / name for name in ("plain", "run", "killed"))
-    assert forge.run("train", *arguments(inputs, plain, *more, "--no-overlap")).code == 0
-    assert forge.run("train", *arguments(inputs, run, *more), trace=tmp_path / "trace").code == 0
+    assert forge.run("train", *tiny_arguments(inputs, plain, *more, "--no-overlap")).code == 0
+    assert (
+        forge.run("train", *tiny_arguments(inputs, run, *more), trace=tmp_path / "trace").code == 0
+    )
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert (
         sum(row["speculated"] for row in rows) >= 6 and sum(row["rolled_back"] for row in rows) == 2
     )
     plan = json.loads((run / "journal.jsonl").read_text().splitlines()[1])["plan"]
     assert bool(plan["spilled_gradients"]) is again
-    expected, names = result(plain), json.loads((tmp_path / "trace").read_text())
-    assert result(run) == expected
+    expected, names = tiny_result(plain), json.loads((tmp_path / "trace").read_text())
+    assert tiny_result(run) == expected
     kill_at = instants(names, 12, seed=3)[number]
     kill_and_go_on(forge, inputs, (expected, names), killed, kill_at, *more)
 
@@ -176,13 +217,15 @@ def test_kill_while_writing_behind(number, forge, inputs, tmp_path):
     """Every step is clipped, and what stays in memory is written beside the next backward."""
     more = ("--clip", 0.001, "--host", "2MiB")
     plain, run, killed = (tmp_path / name for name in ("plain", "run", "killed"))
-    assert forge.run("train", *arguments(inputs, plain, *more, "--no-overlap")).code == 0
-    assert forge.run("train", *arguments(inputs, run, *more), trace=tmp_path / "trace").code == 0
+    assert forge.run("train", *tiny_arguments(inputs, plain, *more, "--no-overlap")).code == 0
+    assert (
+        forge.run("train", *tiny_arguments(inputs, run, *more), trace=tmp_path / "trace").code == 0
+    )
     plan = json.loads((run / "journal.jsonl").read_text().splitlines()[1])["plan"]
     cached = set(plan["host_cached_weights"])
     assert any(group in cached for group, _ in plan["host_cached_state"])
-    expected, names = result(plain), json.loads((tmp_path / "trace").read_text())
-    assert result(run) == expected
+    expected, names = tiny_result(plain), json.loads((tmp_path / "trace").read_text())
+    assert tiny_result(run) == expected
     kill_at = instants(names, 12, seed=5)[number]
     kill_and_go_on(forge, inputs, (expected, names), killed, kill_at, *more)
 
@@ -227,9 +270,9 @@ def test_kill_between_commit_and_log_on_a_device(mode, forge, inputs, tmp_path):
         out = tmp_path / str(number)
         ended = forge.run(
             "train",
-            *arguments(inputs, out, *more),
+            *tiny_arguments(inputs, out, *more),
             kill_at=("commit done", number),
-            before="phase_log:watch",
+            before="tests.support.process_hooks:log_phases",
             env={"LOHAN_PHASE": str(tmp_path / "phase")},
         )
         assert ended.code == -signal.SIGKILL, ended.err
@@ -238,7 +281,7 @@ def test_kill_between_commit_and_log_on_a_device(mode, forge, inputs, tmp_path):
         late += rows < number
         ended = forge.run("resume", out)
         assert ended.code == 0, ended.err
-        assert result(out) == expected
+        assert tiny_result(out) == expected
     assert late == 1, "every kill came before the row of the step that was committed"
 
 
@@ -246,19 +289,19 @@ def test_run_killed_while_loading_can_be_started_again(forge, inputs, whole, tmp
     """Nothing is committed: resume reports this, and the same command starts again."""
     out = tmp_path / "run"
     kill_at = whole[1].index("write done") + 4
-    assert forge.run("train", *arguments(inputs, out), kill_at=kill_at).code == -signal.SIGKILL
+    assert forge.run("train", *tiny_arguments(inputs, out), kill_at=kill_at).code == -signal.SIGKILL
     ended = forge.run("resume", out)
     assert ended.code == 2 and "start it again" in ended.err and "Traceback" not in ended.err
-    ended = forge.run("train", *arguments(inputs, out))
+    ended = forge.run("train", *tiny_arguments(inputs, out))
     assert ended.code == 0, ended.err
-    assert result(out) == whole[0]
+    assert tiny_result(out) == whole[0]
 
 
 def test_run_finishes_although_resumed_processes_are_killed_too(forge, inputs, whole, tmp_path):
     """Every process is killed, including resumed ones, and the run still finishes."""
     out, expected = tmp_path / "run", whole[0]
     draw = random.Random(5)
-    ended = forge.run("train", *arguments(inputs, out), kill_at=len(whole[1]) // 3)
+    ended = forge.run("train", *tiny_arguments(inputs, out), kill_at=len(whole[1]) // 3)
     deaths = 0
     while ended.code == -signal.SIGKILL and deaths < 4:
         deaths += 1
@@ -267,16 +310,16 @@ def test_run_finishes_although_resumed_processes_are_killed_too(forge, inputs, w
         ended = forge.run("resume", out)
     assert deaths >= 3, ended.err
     assert ended.code == 0, ended.err
-    assert result(out) == expected
+    assert tiny_result(out) == expected
 
 
 def test_resumes_after_sigkill_at_a_random_moment(forge, inputs, whole, tmp_path):
     """A signal at a moment of the clock's choosing."""
     out = tmp_path / "run"
-    run = forge.start("train", *arguments(inputs, out))
+    run = forge.start("train", *tiny_arguments(inputs, out))
     assert send_after_first_step(run, out, signal.SIGKILL).code == -signal.SIGKILL
     assert forge.run("resume", out).code == 0
-    assert result(out) == whole[0]
+    assert tiny_result(out) == whole[0]
 
 
 def send_after_first_step(run: Run, out: Path, number: int) -> Ended:
@@ -290,36 +333,36 @@ def send_after_first_step(run: Run, out: Path, number: int) -> Ended:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_stop_signal_finishes_the_step(number, forge, inputs, whole, tmp_path):
     out = tmp_path / "run"
-    run = forge.start("train", *arguments(inputs, out))
+    run = forge.start("train", *tiny_arguments(inputs, out))
     ended = send_after_first_step(run, out, number)
     assert ended.code == 130, ended.err
     assert f"lohan resume {out}" in ended.out
     assert "Traceback" not in ended.err
     steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert steps == list(range(1, len(steps) + 1)) and 1 <= len(steps) < STEPS
-    assert f"stopped after step {steps[-1]} of {STEPS}" in ended.out
+    assert steps == list(range(1, len(steps) + 1)) and 1 <= len(steps) < TINY_STEPS
+    assert f"stopped after step {steps[-1]} of {TINY_STEPS}" in ended.out
     assert not (out / "model").exists()
     ended = forge.run("resume", out)
     assert ended.code == 0, ended.err
-    assert f"resuming after step {steps[-1]} of {STEPS}" in ended.out
-    assert result(out) == whole[0]
+    assert f"resuming after step {steps[-1]} of {TINY_STEPS}" in ended.out
+    assert tiny_result(out) == whole[0]
 
 
 def test_resume_of_a_finished_run_exports_nothing_again(forge, inputs, whole, tmp_path):
     """It does if an exported file is missing or the run has more steps."""
     out = tmp_path / "run"
-    assert forge.run("train", *arguments(inputs, out)).code == 0
+    assert forge.run("train", *tiny_arguments(inputs, out)).code == 0
     weights = out / "model" / "model.safetensors"
 
     def resumed() -> tuple[bool, str]:
         before = weights.stat().st_ino if weights.exists() else 0
         ended = forge.run("resume", out)
         assert ended.code == 0, ended.err
-        assert f"fine-tuned model: {out / 'model'}" in ended.out and result(out) == whole[0]
+        assert f"fine-tuned model: {out / 'model'}" in ended.out and tiny_result(out) == whole[0]
         return weights.stat().st_ino != before, ended.out
 
     again, output = resumed()
-    assert not again and f"the run is finished, at step {STEPS} of {STEPS}" in output
+    assert not again and f"the run is finished, at step {TINY_STEPS} of {TINY_STEPS}" in output
     assert "written per step" not in output and "exporting" not in output
     for lost in (weights, out / "model" / "config.json"):
         lost.unlink()
@@ -337,8 +380,8 @@ def test_resume_of_a_finished_run_exports_nothing_again(forge, inputs, whole, tm
 def test_resume_of_a_finished_run_can_extend_it(forge, inputs, whole, tmp_path):
     out = tmp_path / "run"
     constant = ["--schedule", "constant"]
-    for name, steps in (("long", STEPS), ("run", 3)):
-        given = [*arguments(inputs, tmp_path / name), *constant, "--steps", steps]
+    for name, steps in (("long", TINY_STEPS), ("run", 3)):
+        given = [*tiny_arguments(inputs, tmp_path / name), *constant, "--steps", steps]
         assert forge.run("train", *given).code == 0
     ended = forge.run("resume", out)
     assert ended.code == 0 and "finished, at step 3 of 3; --steps extends it" in ended.out
@@ -346,19 +389,19 @@ def test_resume_of_a_finished_run_can_extend_it(forge, inputs, whole, tmp_path):
     ended = forge.run("resume", out, "--steps", 2)
     assert ended.code == 2 and "--steps 2: the run has done 3 steps already" in ended.err
     assert (out / "run.toml").read_text() == settings
-    assert forge.run("resume", out, "--steps", STEPS).code == 0
-    assert result(out) == result(tmp_path / "long")
+    assert forge.run("resume", out, "--steps", TINY_STEPS).code == 0
+    assert tiny_result(out) == tiny_result(tmp_path / "long")
 
 
 def test_second_start_in_a_folder_is_refused(forge, inputs, whole, tmp_path):
     """One start is refused, and removes nothing of the other."""
     out = tmp_path / "run"
-    runs = [forge.start("train", *arguments(inputs, out)) for _ in range(2)]
+    runs = [forge.start("train", *tiny_arguments(inputs, out)) for _ in range(2)]
     ended = [run.wait() for run in runs]
     assert sorted(e.code for e in ended) == [0, 2], [e.err for e in ended]
     refused = next(e.err for e in ended if e.code == 2)
     assert "is in use by process" in refused or "holds a run already" in refused
-    assert result(out) == whole[0]
+    assert tiny_result(out) == whole[0]
 
 
 # -- updates in backward, and in the next forward -------------------------------------------------
@@ -431,10 +474,12 @@ def test_kill_between_commits(way, number, forge, inputs, tmp_path):
     Their rows are dropped from the log, and all bits are those of the uninterrupted run.
     """
     more, run, out = RARELY[way], tmp_path / "run", tmp_path / "killed"
-    assert forge.run("train", *arguments(inputs, run, *more), trace=tmp_path / "trace").code == 0
-    expected, names = result(run), json.loads((tmp_path / "trace").read_text())
+    assert (
+        forge.run("train", *tiny_arguments(inputs, run, *more), trace=tmp_path / "trace").code == 0
+    )
+    expected, names = tiny_result(run), json.loads((tmp_path / "trace").read_text())
     kill_at = instants(names, 12, seed=3)[number]
-    ended = forge.run("train", *arguments(inputs, out, *more), kill_at=kill_at)
+    ended = forge.run("train", *tiny_arguments(inputs, out, *more), kill_at=kill_at)
     assert ended.code == -signal.SIGKILL, ended.err
     logged = step_count(out / "metrics.jsonl")
     ended = go_on(forge, inputs, out, *more)
@@ -445,7 +490,7 @@ def test_kill_between_commits(way, number, forge, inputs, tmp_path):
         back_to = int(ended.out.partition("resuming after step ")[2].split()[0])
         assert ("not committed and are repeated" in ended.out) == (logged > back_to)
         assert logged - 3 <= back_to and back_to in (0, 1, 2, 5, 8)
-    assert result(out) == expected
+    assert tiny_result(out) == expected
 
 
 def step_count(log: Path) -> int:
@@ -455,7 +500,7 @@ def step_count(log: Path) -> int:
 def test_stopping_commits_the_uncommitted_steps(forge, inputs, tmp_path):
     """Ctrl-C between two commits costs no step."""
     out, more = tmp_path / "run", ("--commit-every", "1h", "--steps", 400, "--host", "2MiB")
-    run = forge.start("train", *arguments(inputs, out, *more))
+    run = forge.start("train", *tiny_arguments(inputs, out, *more))
     while step_count(out / "metrics.jsonl") < 4:
         time.sleep(0.001)
         assert Path(f"/proc/{run.pid}").exists()
@@ -476,11 +521,13 @@ ANEW = ("--activations", "holistic", "--host", "450KiB")
 def replanned(forge: Forge, inputs: Path, whole, tmp_path_factory: pytest.TempPathFactory):
     """Run a training that changes its plan after the third step."""
     folder = tmp_path_factory.mktemp("replanned")
-    given = [*arguments(inputs, folder / "run"), *ANEW]
-    ended = forge.run("train", *given, trace=folder / "trace", before="replan_at_once:always")
+    given = [*tiny_arguments(inputs, folder / "run"), *ANEW]
+    ended = forge.run(
+        "train", *given, trace=folder / "trace", before="tests.support.process_hooks:replan_at_once"
+    )
     assert ended.code == 0, ended.err
     assert "after step 3: measured the first steps; a new plan" in ended.out
-    assert result(folder / "run") == whole[0]
+    assert tiny_result(folder / "run") == whole[0]
     return json.loads((folder / "trace").read_text())
 
 
@@ -495,13 +542,17 @@ def replanned(forge: Forge, inputs: Path, whole, tmp_path_factory: pytest.TempPa
 )
 def test_kill_around_a_new_plan(share, forge, inputs, whole, replanned, tmp_path):
     """The kills begin with the third step; a resumed run starts with its first plan and replans."""
-    given = [*arguments(inputs, tmp_path / "run"), *ANEW]
+    given = [*tiny_arguments(inputs, tmp_path / "run"), *ANEW]
     kill_at = int(share * len(replanned))
-    ended = forge.run("train", *given, kill_at=kill_at, before="replan_at_once:always")
+    ended = forge.run(
+        "train", *given, kill_at=kill_at, before="tests.support.process_hooks:replan_at_once"
+    )
     assert ended.code == -signal.SIGKILL, ended.err
-    ended = forge.run("resume", tmp_path / "run", before="replan_at_once:always")
+    ended = forge.run(
+        "resume", tmp_path / "run", before="tests.support.process_hooks:replan_at_once"
+    )
     assert ended.code == 0, f"killed at {kill_at}: {replanned[kill_at]}\n{ended.err}"
-    assert result(tmp_path / "run") == whole[0]
+    assert tiny_result(tmp_path / "run") == whole[0]
     assert not list((tmp_path / "run").glob("*-activations"))
 
 
@@ -510,18 +561,18 @@ def test_kill_between_evaluations(forge, tmp_path_factory, tmp_path):
 
     This includes a kill between an evaluation and its row in the log.
     """
-    inputs = evaluation.write_inputs(tmp_path_factory.mktemp("held"))
-    whole = evaluation.climbing(inputs, tmp_path / "whole")
-    ended = forge.run("train", *evaluation.options(whole), trace=tmp_path / "trace")
+    inputs = training_runs.write_evaluated_inputs(tmp_path_factory.mktemp("held"))
+    whole = training_runs.worsening_settings(inputs, tmp_path / "whole")
+    ended = forge.run("train", *command_options(whole), trace=tmp_path / "trace")
     assert ended.code == 0, ended.err
-    expected = evaluation.everything(tmp_path / "whole")
+    expected = evaluated_result(tmp_path / "whole")
     assert len(expected["evaluations"]) > 3
     names = json.loads((tmp_path / "trace").read_text())
     exported = [i for i, name in enumerate(names) if name == "rename done"]
     for place in (exported[1] + 1, len(names) * 2 // 3):
         out = tmp_path / f"killed-{place}"
-        given = evaluation.options(evaluation.climbing(inputs, out))
+        given = command_options(training_runs.worsening_settings(inputs, out))
         assert forge.run("train", *given, kill_at=place).code == -signal.SIGKILL
         ended = forge.run("resume", out)
         assert ended.code == 0, ended.err
-        assert evaluation.everything(out) == expected, names[place]
+        assert evaluated_result(out) == expected, names[place]

@@ -10,7 +10,7 @@ import torch
 import lohan
 from lohan.device.emulated import EmulatedDevice
 from lohan.util.units import MiB
-from tests.support.memory_runs import WITHIN, model_folder
+from tests.support.models import MEMORY_TOLERANCE, save_llama
 
 SHAPES = {
     "many blocks": {"hidden": 128, "layers": 5, "vocabulary": 512, "seq": 160},
@@ -38,7 +38,7 @@ def late(lane: str) -> None:
 def test_the_peak_of_a_device_is_the_planned_one(shape, room, options, tmp_path):
     sizes = dict(SHAPES[shape])
     seq = sizes.pop("seq")
-    model = lohan.load(model_folder(tmp_path / "model", **sizes)).train()
+    model = lohan.load(save_llama(tmp_path / "model", **sizes)).train()
     ids = torch.randint(0, 60, (4, seq), generator=torch.Generator().manual_seed(2))
     mask = torch.ones_like(ids)
     mask[0, -3:] = 0
@@ -57,4 +57,4 @@ def test_the_peak_of_a_device_is_the_planned_one(shape, room, options, tmp_path)
             model(input_ids=ids, attention_mask=mask, labels=ids).loss.backward()
         planned = session.plan.tier_bytes("device")
     assert planned <= room * MiB
-    assert (1 - WITHIN) * planned <= device.memory.peak <= planned
+    assert (1 - MEMORY_TOLERANCE) * planned <= device.memory.peak <= planned

@@ -9,10 +9,10 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import lohan
-from tests.support import model_families
-from tests.support.setting_grids import thinned
-from tests.support.small_models import (
-    SMALL,
+from tests.support import models
+from tests.support.generated_cases import thinned
+from tests.support.models import (
+    SMALL_SIZES,
     assert_close,
     attached,
     batches,
@@ -104,7 +104,7 @@ def test_16_bit_modes_equal_fp32_masters_in_memory(dtype, kind, micro_batch, tmp
 @pytest.mark.parametrize("family", ["gemma", "gemma2", "gemma3", "opt", "mistral", "qwen2-tied"])
 def test_other_families_equal_in_memory_training(family, tmp_path):
     torch.manual_seed(0)
-    config = copy.deepcopy(model_families.CONFIGS[family])
+    config = copy.deepcopy(models.FAMILY_CONFIGS[family])
     config.use_cache = False
     for name in ("dropout", "attention_dropout"):
         setattr(config, name, 0.0)
@@ -112,7 +112,7 @@ def test_other_families_equal_in_memory_training(family, tmp_path):
         assert config.final_logit_softcapping and config.attn_logit_softcapping
         config.final_logit_softcapping = 0.3  # near the logits, so that it bends them
     model = AutoModelForCausalLM.from_config(config).train()
-    data = batches(4, batch=3, seq=16, vocab=model_families.VOCAB)
+    data = batches(4, batch=3, seq=16, vocab=models.FAMILY_VOCAB)
     expected_losses, expected = plain_run(model, data)
     losses, weights = lohan_run(model, data, tmp_path, micro_batch=2)
     assert losses == pytest.approx(expected_losses, rel=1e-5)
@@ -144,7 +144,7 @@ def test_padding_and_ignored_labels(kind, side, tmp_path):
 def test_head_in_slices_of_tokens(tied, tmp_path):
     """A host budget that leaves room for few logits: many slices, the same result."""
     torch.manual_seed(0)
-    sizes = {**SMALL, "hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 4099}
+    sizes = {**SMALL_SIZES, "hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 4099}
     config = LlamaConfig(**sizes, tie_word_embeddings=tied, use_cache=False)
     model = AutoModelForCausalLM.from_config(config).train()
     data = batches(3, batch=4, seq=48, vocab=4099)

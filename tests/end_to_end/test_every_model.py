@@ -20,7 +20,7 @@ from tests.support.every_model import (
     moved_by_an_ulp,
     row_of,
 )
-from tests.support.setting_grids import thinned
+from tests.support.generated_cases import thinned
 
 ROOT = Path(__file__).parents[2]
 

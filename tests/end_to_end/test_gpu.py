@@ -19,15 +19,22 @@ from lohan.config import UPDATE_MODES
 from lohan.device.accelerator import AcceleratorDevice
 from lohan.device.choose import has_accelerator
 from lohan.util.units import GiB, MiB
-from tests.support.delayed_runs import Result, Tuning, data, net, train, tuned
-from tests.support.small_models import assert_close, batches, lohan_run, plain_run, small_model
+from tests.support.delayed_runs import (
+    PlanTuning,
+    RunResult,
+    net_batches,
+    small_net,
+    train_with_delays,
+    tune_plans,
+)
+from tests.support.models import assert_close, batches, lohan_run, plain_run, small_model
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not has_accelerator(), reason="there is no accelerator"),
 ]
 CLIP = 0.3
-TINY = Tuning(window=1, slots=1, ring=2, spilled=0.6)
+TINY = PlanTuning(window=1, slots=1, ring=2, spilled=0.6)
 
 
 @pytest.fixture(autouse=True)
@@ -68,10 +75,12 @@ def test_bf16_and_fp16_learn(tmp_path):
         assert losses[-1] < losses[0]
 
 
-def run(place: Path, kind: str, tuning: Tuning, **options: object) -> Result:
+def run(place: Path, kind: str, tuning: PlanTuning, **options: object) -> RunResult:
     with pytest.MonkeyPatch.context() as patch:
-        tuned(patch, tuning)
-        return train(net(kind), data(4, kind=kind), place, device=gpu_device(), **options)
+        tune_plans(patch, tuning)
+        return train_with_delays(
+            small_net(kind), net_batches(4, kind=kind), place, device=gpu_device(), **options
+        )
 
 
 @pytest.mark.parametrize("clip", [0.0, CLIP])
@@ -90,7 +99,7 @@ def test_overlap_changes_no_bit(kind, clip, tmp_path):
 def test_activations_change_no_bit(micro_batch, tmp_path):
     train_batches = batches(3, batch=4, seq=24)
     results = [
-        train(
+        train_with_delays(
             small_model("llama"),
             train_batches,
             tmp_path / activations,
@@ -110,7 +119,9 @@ def test_memory_stays_within_its_budget(tmp_path):
     device = AcceleratorDevice(64 * MiB)
     with suppress(RuntimeError, AttributeError):  # a backend that does not keep count
         torch.accelerator.reset_peak_memory_stats()
-    train(small_model("llama"), train_batches, tmp_path, batch=train_batches[0], device=device)
+    train_with_delays(
+        small_model("llama"), train_batches, tmp_path, batch=train_batches[0], device=device
+    )
     with suppress(RuntimeError, AttributeError):
         assert torch.accelerator.max_memory_allocated() <= 64 * MiB
 

@@ -11,15 +11,17 @@ from transformers import AutoModelForCausalLM
 
 from lohan import load
 from lohan.planner import presets
-from tests.support.model_families import CONFIGS, VOCAB, save_model
+from tests.support.models import FAMILY_CONFIGS, FAMILY_VOCAB, save_model
 
 peft = pytest.importorskip("peft", reason="adapters need the extra: pip install 'lohan[peft]'")
 
 
 @pytest.fixture
 def inputs(tmp_path: Path) -> list[object]:
-    save_model(tmp_path / "base", CONFIGS["llama"])
-    rows = [{"input_ids": [(7 * n + i * i) % VOCAB for i in range(6 + n % 5)]} for n in range(12)]
+    save_model(tmp_path / "base", FAMILY_CONFIGS["llama"])
+    rows = [
+        {"input_ids": [(7 * n + i * i) % FAMILY_VOCAB for i in range(6 + n % 5)]} for n in range(12)
+    ]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return ["--model", tmp_path / "base", "--data", tmp_path / "data.jsonl", "--host", "64MiB"]
 

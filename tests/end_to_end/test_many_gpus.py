@@ -21,11 +21,11 @@ from lohan.ui.runs import read_run
 from lohan.ui.traces import read_traces, timeline
 from lohan.util.trace import LANES
 from lohan.util.units import format_bytes
-from tests.support import HANG_S, forked_ranks
-from tests.support.forked_ranks import (
-    arguments,
+from tests.support import HANG_S, ranks
+from tests.support.ranks import (
     assert_equal_runs,
-    inputs_fixture,  # noqa: F401 - fixtures
+    rank_arguments,
+    rank_inputs_fixture,  # noqa: F401 - a fixture
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,7 +36,7 @@ EVEN = ("--clip", 0, "--schedule", "constant", "--update-mode", "balanced")
 def launched(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run two ranks, each with a drive of its own, started by one command."""
     place = tmp_path_factory.mktemp("launched")
-    words = arguments(
+    words = rank_arguments(
         inputs, place / "run", *EVEN, "--gpus", 2, "--ssd", place / "nvme{rank}", "--trace", steps=5
     )
     ended = subprocess.run(
@@ -136,22 +136,22 @@ def test_resume_uses_the_number_of_ranks_of_the_run(launched, monkeypatch):
 def test_resumed_with_one_rank_then_with_three(forge, inputs, tmp_path):
     """The result equals a run of one rank, and stores of other numbers of ranks are removed."""
     out, alone = tmp_path / "run", tmp_path / "alone"
-    ended = forked_ranks.run(forge, 2, *arguments(inputs, out, *EVEN, steps=3))
-    assert [e.code for e in ended] == [0, 0], forked_ranks.errors_of(ended)
+    ended = ranks.run_ranks(forge, 2, *rank_arguments(inputs, out, *EVEN, steps=3))
+    assert [e.code for e in ended] == [0, 0], ranks.errors_of_ranks(ended)
     once = forge.run("resume", out, "--steps", 4, "--gpus", 1)
     assert once.code == 0, once.err
     assert "the state of 2 ranks is resharded for 1" in once.out
     assert sorted(p.name for p in out.glob("store*")) == ["store"]
-    ended = forked_ranks.run(forge, 3, "resume", out, "--steps", 6)
-    assert [e.code for e in ended] == [0] * 3, forked_ranks.errors_of(ended)
+    ended = ranks.run_ranks(forge, 3, "resume", out, "--steps", 6)
+    assert [e.code for e in ended] == [0] * 3, ranks.errors_of_ranks(ended)
     assert sorted(p.name for p in out.glob("store*")) == [f"store-rank{r}of3" for r in range(3)]
-    assert forge.run(*arguments(inputs, alone, *EVEN, steps=6)).code == 0
+    assert forge.run(*rank_arguments(inputs, alone, *EVEN, steps=6)).code == 0
     assert_equal_runs(out, alone)
 
 
 def test_dry_run_shows_the_plan_that_each_rank_follows(launched, forge, inputs, tmp_path):
     """The plan without a run equals that of the run, for the rows of its data."""
-    words = arguments(inputs, tmp_path / "run", *EVEN, "--gpus", 2, "--dry-run", steps=5)
+    words = rank_arguments(inputs, tmp_path / "run", *EVEN, "--gpus", 2, "--dry-run", steps=5)
     shown = forge.run(*words)
     assert shown.code == 0, shown.err
     assert "of each of 2 ranks" in shown.out and not (tmp_path / "run").exists()
@@ -184,16 +184,16 @@ def test_verify_with_several_ranks(forge, inputs, tmp_path):
         "--clip",
         0.7,
     ]
-    ended = forked_ranks.run(forge, 2, *words)
-    assert [e.code for e in ended] == [0, 0], forked_ranks.errors_of(ended) + ended[0].out
+    ended = ranks.run_ranks(forge, 2, *words)
+    assert [e.code for e in ended] == [0, 0], ranks.errors_of_ranks(ended) + ended[0].out
     assert "pass: " in ended[0].out and not ended[1].out
     assert not list(tmp_path.iterdir())
 
 
 def test_names_the_missing_store(forge, inputs, tmp_path):
     out = tmp_path / "run"
-    ended = forked_ranks.run(forge, 2, *arguments(inputs, out, *EVEN, "--no-export", steps=2))
-    assert [e.code for e in ended] == [0, 0], forked_ranks.errors_of(ended)
+    ended = ranks.run_ranks(forge, 2, *rank_arguments(inputs, out, *EVEN, "--no-export", steps=2))
+    assert [e.code for e in ended] == [0, 0], ranks.errors_of_ranks(ended)
     (out / "store-rank1of2").rename(tmp_path / "elsewhere")
     for words in (("export", out, "--out", tmp_path / "model"), ("resume", out)):
         refused = forge.run(*words)

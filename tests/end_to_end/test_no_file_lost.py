@@ -45,9 +45,8 @@ from lohan.train.run_folder import (
 from lohan.train.trainer import UnloggedRows
 from lohan.ui.traces import write_merged
 from lohan.util.files import temporary_of, write_atomic
-from tests.support.kept_files import assert_kept, tree
-from tests.support.random_checkpoint import write_random_checkpoint
-from tests.support.tokenizer_folders import save_tokenizer
+from tests.support.model_folders import save_tokenizer, write_random_checkpoint
+from tests.support.stores import assert_files_kept, file_digests
 
 CONFIG = LlamaConfig(
     vocab_size=32,
@@ -187,24 +186,26 @@ def check_case(inputs, place, case, call, monkeypatch) -> None:
     measured = [replace(machine, drives=drives * count) for count in range(3)]
     monkeypatch.setattr(profile, "_measure", lambda *_: lambda ssd: measured[len(ssd)])
     monkeypatch.setenv("XDG_CACHE_HOME", str(place.with_name("cache")))
-    before, out = tree(place), Path(str(command[6]))
+    before, out = file_digests(place), Path(str(command[6]))
     with monkeypatch.context() as patched:
         stop_at(patched, case[4])
         code, output = call(*command)
-    assert_kept(before, place, (case, output))
+    assert_files_kept(before, place, (case, output))
     assert "Traceback" not in output, output
     if case[4] != "ends":
         assert code != 0, output
     assert code == 0 or case not in INIT, output
     if code == 2:
-        new = [name for name in tree(place) if name not in before]
+        new = [name for name in file_digests(place) if name not in before]
         assert not new, (case, new, output)
     # What a user puts into the folder of a run stays too.
     for name in ("model/README.md", "data/mine.txt", "mine.txt"):
         if (out / name).parent.is_dir():
             (out / name).write_text("mine")
     before = {
-        n: c for n, c in tree(place).items() if n in before or Path(n).read_bytes() == b"mine"
+        n: c
+        for n, c in file_digests(place).items()
+        if n in before or Path(n).read_bytes() == b"mine"
     }
     others = random.Random(str(case)).sample(other_commands(out, command), 3)
     for again in (
@@ -224,7 +225,7 @@ def check_case(inputs, place, case, call, monkeypatch) -> None:
         ["store", "rm", out, "--yes"],
     ):
         _, output = call(*again)
-        assert_kept(before, place, (case, again, output))
+        assert_files_kept(before, place, (case, again, output))
         assert "Traceback" not in output, (again, output)
 
 
@@ -325,10 +326,10 @@ def test_a_foreign_model_is_refused_before_the_first_step(inputs, tmp_path, call
     shutil.copytree(inputs / "model", out / "model")
     text = (out / "run.toml").read_text()
     (out / "run.toml").write_text(text.replace("export = false", "export = true", 1))
-    before = tree(out / "model")
+    before = file_digests(out / "model")
     code, output = call("resume", out, "--steps", 2)
     assert code == 2 and "step 2/2" not in output and "is not an export" in output, output
-    assert tree(out / "model") == before
+    assert file_digests(out / "model") == before
 
 
 @pytest.mark.parametrize("place", ["model", "model/nvme"])
@@ -355,17 +356,19 @@ def test_rejects_export_over_the_config_of_random_weights(option, inputs, tmp_pa
     command[1] = "--init"
     code, output = call(*command)
     assert code == 0, output
-    before = tree(start)
+    before = file_digests(start)
     code, output = call("export", out, "--out", start, "--overwrite")
     assert code == 2 and f"--out {start} holds {option}" in output, output
-    assert tree(start) == before
+    assert file_digests(start) == before
     inside = tmp_path / "other" / "model"
     shutil.copytree(start, inside)
     other = [str(word).replace(str(start), str(inside)) for word in command]
     other[6] = str(inside.parent)
     code, output = call(*other)
     assert code == 2 and ("lies in" in output or "holds 'model'" in output), output
-    assert tree(inside) == {str(inside / Path(name).name): what for name, what in before.items()}
+    assert file_digests(inside) == {
+        str(inside / Path(name).name): what for name, what in before.items()
+    }
 
 
 def test_an_unwritable_trace_does_not_cost_the_export(inputs, tmp_path, call):
@@ -511,20 +514,20 @@ def test_failed_start_keeps_files_of_a_concurrent_start(inputs, tmp_path, monkey
         "train.batch": 1,
         "train.seq": 8,
     }
-    from tests.support.recording_display import Watch
+    from tests.support.training_runs import RecordingDisplay
 
     config, claimed, kept = load_config(None, overrides=given), trainer.folder_lock, {}
 
     def late(folder: RunFolder) -> Any:
         monkeypatch.setattr(trainer, "folder_lock", claimed)
-        trainer.train(config, Watch())
-        kept.update(tree(out))
+        trainer.train(config, RecordingDisplay())
+        kept.update(file_digests(out))
         return claimed(folder)
 
     monkeypatch.setattr(trainer, "folder_lock", late)
     with pytest.raises(Exception, match="holds a run already"):
-        trainer.train(config, Watch())
-    assert kept and tree(out) == kept
+        trainer.train(config, RecordingDisplay())
+    assert kept and file_digests(out) == kept
 
 
 def test_every_run_has_a_name_of_its_own(tmp_path):
@@ -555,7 +558,7 @@ def test_commands_that_keep_nothing_leave_all_as_it_was(
         "doctor": ["doctor", "--ssd", here / "linked"],
     }[name]
     monkeypatch.chdir(here)
-    before = tree(here)
+    before = file_digests(here)
 
     def stopped(*_: Any, **__: Any) -> Any:
         raise KeyboardInterrupt
@@ -566,7 +569,7 @@ def test_commands_that_keep_nothing_leave_all_as_it_was(
         code, output = call(*command)
     assert "Traceback" not in output, output
     assert interrupted or name in ("generate", "doctor") or code == 0, output  # it has no tokenizer
-    assert tree(here) == before, output
+    assert file_digests(here) == before, output
 
 
 # -- files that options name ----------------------------------------------------------------------
@@ -594,18 +597,18 @@ def test_a_file_that_an_option_names_is_replaced_only_if_it_is_ours(
     user_file, actual, link = (tmp_path / f"{name}{suffix}" for name in ("mine", "ours", "link"))
     user_file.write_text(machine.to_toml() if kind == "profile" else '{"traceEvents": []}')
     link.symlink_to(user_file)
-    before = tree(tmp_path)
+    before = file_digests(tmp_path)
     for target in (user_file, link, tmp_path, tmp_path / "no" / user_file.name):
         code, output = call(*command, target)
         assert code == 2 and "choose another" in output, output
-    assert_kept(before, tmp_path, kind)
+    assert_files_kept(before, tmp_path, kind)
     for _ in range(2):  # a new one, then its own
         code, output = call(*command, actual)
         assert code == 0, output
     link.unlink()
     link.symlink_to(actual)
     assert call(*command, link)[0] == 0 and link.is_symlink()
-    assert_kept({str(user_file): before[str(user_file)]}, tmp_path, kind)
+    assert_files_kept({str(user_file): before[str(user_file)]}, tmp_path, kind)
 
 
 def test_a_trace_of_all_ranks_is_replaced_only_if_it_is_ours(tmp_path):
@@ -621,7 +624,7 @@ def test_a_trace_of_all_ranks_is_replaced_only_if_it_is_ours(tmp_path):
 def test_settings_are_not_written_over_anything(inputs, tmp_path, call):
     (tmp_path / "mine.toml").write_text("mine")
     (tmp_path / "nowhere.toml").symlink_to(tmp_path / "missing")
-    before = tree(tmp_path)
+    before = file_digests(tmp_path)
     command = ["init", "--model", inputs / "model", "--data", inputs / "train.jsonl"]
     for name, message in (
         ("mine.toml", "already exists"),
@@ -632,7 +635,7 @@ def test_settings_are_not_written_over_anything(inputs, tmp_path, call):
     ):
         code, output = call(*command, "--machine", "rtx4090", "--file", tmp_path / name)
         assert code == 2 and message in output, output
-    assert tree(tmp_path) == before
+    assert file_digests(tmp_path) == before
 
 
 def test_prepared_data_does_not_follow_a_link(inputs, tmp_path):

@@ -10,7 +10,7 @@ from torch import nn
 
 import lohan
 from lohan.model.layout import RESIDENT
-from tests.support.small_models import (
+from tests.support.models import (
     assert_close,
     assert_same,
     attached,
@@ -18,7 +18,7 @@ from tests.support.small_models import (
     master_weights,
     plain_run,
 )
-from tests.support.small_models import stored_bytes as stored
+from tests.support.models import stored_bytes as stored
 
 WIDTH = 24
 

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from lohan.train.run_folder import owner_only
-from tests.support.command_line import (  # noqa: F401 - fixtures
-    arguments,
-    data_fixture,
-    model_fixture,
-    place_fixture,
-    refused,
+from tests.support.models import attached, small_model
+from tests.support.training_runs import (
+    assert_refused,
+    data_fixture,  # noqa: F401 - a fixture
+    model_fixture,  # noqa: F401 - a fixture
+    place_fixture,  # noqa: F401 - a fixture
+    train_arguments,
 )
-from tests.support.small_models import attached, small_model
 
 CODE = "import pathlib\npathlib.Path({mark!r}).write_text('run')\n"
 
@@ -36,11 +36,11 @@ def test_code_of_a_model_is_never_run(lohan, copy, data, place):
     raw = json.loads((copy / "config.json").read_text())
     remote = {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"}
     (copy / "config.json").write_text(json.dumps({**raw, "auto_map": remote}))
-    ended = lohan(*arguments(copy, data, place / "run", "--no-export"))
+    ended = lohan(*train_arguments(copy, data, place / "run", "--no-export"))
     assert ended.code == 0, ended  # a Llama: transformers has code for it
     unknown = {**raw, "auto_map": remote, "model_type": "mine", "architectures": ["Mine"]}
     (copy / "config.json").write_text(json.dumps(unknown))
-    refused(lohan(*arguments(copy, data, place / "again")), "code of its own")
+    assert_refused(lohan(*train_arguments(copy, data, place / "again")), "code of its own")
     assert not mark.exists()
 
 
@@ -50,7 +50,9 @@ def test_code_of_a_tokenizer_is_never_run(lohan, copy, place):
     settings = {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.Tokens", None]}}
     (copy / "tokenizer_config.json").write_text(json.dumps(settings))
     (place / "data.txt").write_text("some words")
-    refused(lohan(*arguments(copy, place / "data.txt", place / "run")), "tokenizer cannot be load")
+    assert_refused(
+        lohan(*train_arguments(copy, place / "data.txt", place / "run")), "tokenizer cannot be load"
+    )
     assert not mark.exists()
 
 
@@ -59,7 +61,9 @@ def test_pickles_are_never_opened(lohan, copy, data, place):
     (copy / "model.safetensors").unlink()
     command = f"touch {mark}"
     (copy / "pytorch_model.bin").write_bytes(f"cos\nsystem\n(S'{command}'\ntR.".encode())
-    refused(lohan(*arguments(copy, data, place / "run")), "a pickle that cannot be streamed")
+    assert_refused(
+        lohan(*train_arguments(copy, data, place / "run")), "a pickle that cannot be streamed"
+    )
     assert not mark.exists()
 
 
@@ -72,7 +76,7 @@ def test_shards_stay_inside_the_folder(name, lohan, copy, data, place):
     name = name.format(place=place)
     index = {"weight_map": {"model.norm.weight": name}}
     (copy / "model.safetensors.index.json").write_text(json.dumps(index))
-    refused(lohan(*arguments(copy, data, place / "run")), "outside the model folder")
+    assert_refused(lohan(*train_arguments(copy, data, place / "run")), "outside the model folder")
 
 
 def others(path: Path) -> list[str]:
@@ -87,7 +91,7 @@ def test_runs_are_private_but_for_the_model(lohan, model, data, place):
     try:
         drive = place / "drive"
         drive.mkdir()
-        words = arguments(model, data, place / "run", "--ssd", drive, "--trace")
+        words = train_arguments(model, data, place / "run", "--ssd", drive, "--trace")
         assert lohan(*words).code == 0
         (store,) = drive.iterdir()
         shared = [place / "run", *(place / "run" / "model").rglob("*"), place / "run" / "model"]
@@ -107,7 +111,7 @@ def test_runs_are_private_but_for_the_model(lohan, model, data, place):
 def test_keeps_permissions_of_existing_folders(lohan, model, data, place):
     (place / "run").mkdir(mode=0o755)
     (place / "run").chmod(0o755)
-    assert lohan(*arguments(model, data, place / "run")).code == 0
+    assert lohan(*train_arguments(model, data, place / "run")).code == 0
     collected = set(others(place / "run"))
     assert {path for path in collected if "/model" not in path} == {str(place / "run")}
 

@@ -22,13 +22,13 @@ from lohan.tools import plan_run
 from lohan.train import inputs, trainer
 from lohan.train.run_folder import read_rows
 from lohan.util.units import format_bytes
-from tests.support.command_line import refused
-from tests.support.recording_display import Watch
-from tests.support.word_model import (
-    TEXTS,
-    WORDS,
-    model_fixture,  # noqa: F401 - fixtures
-    reference,
+from tests.support.training_runs import (
+    MODEL_WORDS,
+    TEXT_ROWS,
+    RecordingDisplay,
+    assert_refused,
+    trained_in_memory,
+    word_model_fixture,  # noqa: F401 - a fixture
     write_rows,
 )
 
@@ -36,12 +36,15 @@ KEYS = {"step", "loss", "lr", "tokens", "step_s", "tokens_per_s", "rss_bytes"}
 
 
 ANSWERS = [
-    {"prompt": " ".join(WORDS[3 + (i + j) % 9] for j in range(2 + i % 4)), "completion": " cat sat"}
+    {
+        "prompt": " ".join(MODEL_WORDS[3 + (i + j) % 9] for j in range(2 + i % 4)),
+        "completion": " cat sat",
+    }
     for i in range(9)
 ]
 
 
-@pytest.mark.parametrize(("kind", "rows"), [("text", TEXTS), ("answers", ANSWERS)])
+@pytest.mark.parametrize(("kind", "rows"), [("text", TEXT_ROWS), ("answers", ANSWERS)])
 def test_trains_and_exports_a_model_from_a_text_file(kind, rows, lohan, model, tmp_path):
     data, out = write_rows(tmp_path / "data.jsonl", rows), tmp_path / "run"
     ended = lohan(
@@ -88,7 +91,7 @@ def test_trains_and_exports_a_model_from_a_text_file(kind, rows, lohan, model, t
     tuned = AutoModelForCausalLM.from_pretrained(out / "model").eval()
     tokenizer = PreTrainedTokenizerFast.from_pretrained(out / "model")
     ids = tokenizer("the cat sat on a mat", return_tensors="pt").input_ids
-    wanted = reference(model, out, 5, 4)
+    wanted = trained_in_memory(model, out, 5, 4)
     untrained = AutoModelForCausalLM.from_pretrained(model).eval()
     with torch.no_grad():
         assert torch.allclose(tuned(ids).logits, wanted(ids).logits, atol=1e-4)
@@ -125,7 +128,7 @@ def test_plain_text_file(lohan, model, tmp_path):
 
 def test_bf16_several_drives_and_export(lohan, model, tmp_path):
     """`lohan export` gives the bytes of RUN/model; another dtype is the rounded fp32 master."""
-    data, out = write_rows(tmp_path / "data.jsonl", TEXTS), tmp_path / "run"
+    data, out = write_rows(tmp_path / "data.jsonl", TEXT_ROWS), tmp_path / "run"
     drives = [tmp_path / "nvme0", tmp_path / "nvme1"]
     ended = lohan(
         "train",
@@ -199,16 +202,16 @@ def test_rejects_missing_device_before_reading_data(
     monkeypatch.setattr(accelerator, "available_type", none_found)
     for place in (trainer, plan_run):
         monkeypatch.setattr(place, "open_inputs", read)
-    data = write_rows(tmp_path / "data.jsonl", TEXTS)
+    data = write_rows(tmp_path / "data.jsonl", TEXT_ROWS)
     ended = lohan(
         "train", "--model", model, "--data", data, "--out", tmp_path / "run", *options, *dry
     )
-    refused(ended, message)
+    assert_refused(ended, message)
     assert not (tmp_path / "run").exists()
 
 
 def test_run_without_export_can_be_exported_later(lohan, model, tmp_path):
-    data, out = write_rows(tmp_path / "data.jsonl", TEXTS), tmp_path / "run"
+    data, out = write_rows(tmp_path / "data.jsonl", TEXT_ROWS), tmp_path / "run"
     given = ["train", "--model", model, "--data", data, "--out", out, "--host", "64MiB"]
     ended = lohan(*given, "--steps", 1, "--batch", 2, "--seq", 16, "--no-export")
     assert ended.code == 0, ended.err
@@ -234,7 +237,7 @@ def test_pools_stay_within_plan_and_budget(model, tmp_path, monkeypatch):
     monkeypatch.setattr(inputs, "attach", attach)
     overrides = {
         "model": model,
-        "data": write_rows(tmp_path / "data.jsonl", TEXTS),
+        "data": write_rows(tmp_path / "data.jsonl", TEXT_ROWS),
         "out": tmp_path / "run",
         "budget.host": "1MiB",
         "train.steps": 2,
@@ -242,7 +245,7 @@ def test_pools_stay_within_plan_and_budget(model, tmp_path, monkeypatch):
         "train.seq": 16,
         "output.export": False,
     }
-    shown = Watch()
+    shown = RecordingDisplay()
     assert trainer.train(load_config(None, overrides=overrides), shown).step == 2
     (session,), (pool,) = sessions, pools
     assert 0 < pool.peak_bytes <= session.plan.tier_bytes("host") <= pool.budget_bytes == 2**20
@@ -266,7 +269,7 @@ def test_a_run_on_a_known_machine_says_what_would_write_less(model, tmp_path, mo
     monkeypatch.setattr(trainer, "drives_at", lambda places: [worn])
     overrides = {
         "model": model,
-        "data": write_rows(tmp_path / "data.jsonl", TEXTS),
+        "data": write_rows(tmp_path / "data.jsonl", TEXT_ROWS),
         "out": tmp_path / "run",
         "budget.host": "1MiB",
         "train.steps": 1,
@@ -275,7 +278,7 @@ def test_a_run_on_a_known_machine_says_what_would_write_less(model, tmp_path, mo
         "output.export": False,
         "budget.commit_every": "step",
     }
-    shown = Watch()
+    shown = RecordingDisplay()
     trainer.train(load_config(None, overrides=overrides), shown)
     assert any(line.startswith("with --moments int8 ") for line in shown.notes)
     assert any("the rated life of the drive is" in line for line in shown.notes)

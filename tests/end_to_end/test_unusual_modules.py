@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections import UserDict
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,14 @@ from transformers import CLIPVisionConfig, CLIPVisionModel
 
 import lohan
 from lohan.errors import BudgetError, ConfigError, ModelError
-from tests.support.small_models import (
+from tests.support.architectures import (
+    MODULE_WIDTH,
+    Centred,
+    Plain,
+    StepOutput,
+    Streams,
+)
+from tests.support.models import (
     assert_close,
     attached,
     lohan_run,
@@ -22,18 +30,114 @@ from tests.support.small_models import (
     master_weights,
     plain_run,
 )
-from tests.support.unusual_modules import (
-    Centred,
-    Counting,
-    Normed,
-    Plain,
-    Rebinding,
-    SequenceFirst,
-    Sharing,
-    Spectral,
-    Step,
-    Streams,
-)
+
+
+class Rebinding(StepOutput):
+    """Gives its weight other memory in every call, as `module.to(dtype)` does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.linear.weight.data = self.linear.weight.data.clone()
+        return super().forward(x)
+
+
+class Normed(nn.Module):
+    """BatchNorm over samples and tokens: statistics that change, samples that mix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(MODULE_WIDTH, MODULE_WIDTH, bias=False)
+        self.norm = nn.BatchNorm1d(MODULE_WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.norm(self.linear(x).transpose(1, 2)).transpose(1, 2))
+
+
+class SequenceFirst(nn.Module):
+    """Attention over the first dimension: tokens come first here, samples second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # The gradient of a key bias is zero in exact arithmetic; Adam would update it by rounding.
+        self.attention = nn.MultiheadAttention(MODULE_WIDTH, 2, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.attention(x, x, x, need_weights=False)[0]
+
+
+class Spectral(nn.Module):
+    """Each forward moves a vector on which its result depends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(MODULE_WIDTH, MODULE_WIDTH)
+        self.register_buffer("direction", torch.ones(MODULE_WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            moved = self.linear.weight @ self.direction
+            self.direction = moved / moved.norm()
+        return x + torch.tanh(self.linear(x) * (self.linear.weight @ self.direction))
+
+
+class Counting(nn.Module):
+    """Counts its calls in a buffer, in place, and in an attribute; its result depends on both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(MODULE_WIDTH, MODULE_WIDTH)
+        self.calls = nn.Buffer(torch.zeros((), dtype=torch.long))
+        self.count = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.add_(1)
+        self.count += 1
+        return x + torch.tanh(self.linear(x)) * (1 + 0.1 * self.calls + 0.2 * self.count)
+
+
+class Sharing(nn.Module):
+    """Blocks that write into a mapping which all of them get, and read what others wrote.
+
+    The model chooses its path by integers, and counts its calls as its blocks do.
+    """
+
+    def __init__(self, kind: Any = dict) -> None:
+        super().__init__()
+        self.entry = nn.Linear(MODULE_WIDTH, MODULE_WIDTH)
+        self.blocks = nn.ModuleList(Writer() for _ in range(3))
+        self.kind, self.seen = kind, nn.Buffer(torch.zeros(2, dtype=torch.long))
+
+    def forward(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        self.seen[0] += 1
+        self.seen = self.seen + 1
+        hidden, shared = self.entry(x[rows.nonzero()[:, 0]]), self.kind()
+        for number, block in enumerate(self.blocks):
+            hidden = block(hidden, number, shared=shared)
+        return hidden.square().mean() + shared["first"][1].sin().mean() * self.seen.sum()
+
+    @staticmethod
+    def data(steps: int) -> list[dict[str, torch.Tensor]]:
+        g = torch.Generator().manual_seed(3)
+        rows = torch.tensor([1, 0, 1, 1, 1])
+        return [
+            {"x": torch.randn(5, 3, MODULE_WIDTH, generator=g), "rows": rows} for _ in range(steps)
+        ]
+
+
+class Writer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.key, self.value = (
+            nn.Linear(MODULE_WIDTH, MODULE_WIDTH),
+            nn.Linear(MODULE_WIDTH, MODULE_WIDTH),
+        )
+
+    def forward(self, x: torch.Tensor, number: int, *, shared: Any) -> torch.Tensor:
+        if number == 0:
+            shared["first"] = torch.tanh(self.key(x)), self.value(x)
+        if number == 1:
+            shared["second"] = shared["first"][0] + self.key(x)
+        extra = shared["second"] if number == 2 else shared["first"][1]
+        return x + torch.tanh(self.value(x)) * extra
 
 
 def module_of(kind, *args, **options) -> nn.Module:
@@ -154,14 +258,14 @@ def test_a_block_that_mixes_samples_runs_as_a_whole(block, reason, tmp_path):
 def test_micro_batches_that_are_off_are_planned_for(tmp_path):
     """BatchNorm is known before the start: the plan has memory for the whole batch."""
     peaks = {}
-    for block in (Step, Normed):
+    for block in (StepOutput, Normed):
         (batch,) = Plain.data(1, samples=512)
         with attached(
             module_of(Plain, block), tmp_path / block.__name__, batch=batch, micro_batch=1
         ) as s:
             footprint = s.context.workload.measure(1)
             peaks[block] = footprint.sites["blocks.0"].peak_bytes
-    assert peaks[Normed] > 100 * peaks[Step]
+    assert peaks[Normed] > 100 * peaks[StepOutput]
 
 
 def test_a_block_that_turns_out_to_mix_samples_stays_within_the_budget(tmp_path):
@@ -249,7 +353,7 @@ def test_mappings_that_blocks_write_into(kind, options, tmp_path):
 
 
 def test_buffers_that_are_too_large_to_commit_are_refused(tmp_path):
-    class Remembering(Step):
+    class Remembering(StepOutput):
         def __init__(self):
             super().__init__()
             self.register_buffer("seen", torch.zeros(2**20 + 1))
@@ -275,7 +379,7 @@ class Box:
     tensor: torch.Tensor
 
 
-class Taking(Step):
+class Taking(StepOutput):
     def forward(self, x):
         return super().forward(x.tensor if isinstance(x, Box) else x)
 
@@ -290,7 +394,7 @@ class Boxed(Plain):
         return self.exit(hidden).square().mean()
 
 
-class Returning(Step):
+class Returning(StepOutput):
     def forward(self, x):
         return Box(super().forward(x))
 

@@ -9,7 +9,7 @@ import torch
 
 import lohan
 from lohan.engine.gradients import bytes_of_sums
-from tests.support.small_models import batches, small_model
+from tests.support.models import batches, small_model
 
 # With a tiny epsilon, AdamW turns the rounding of a near-zero gradient into a full step.
 EPS = 1e-3

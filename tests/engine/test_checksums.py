@@ -11,8 +11,8 @@ from lohan.model.layout import RESIDENT
 from lohan.store.admin import verify
 from lohan.store.files import SLOTS
 from lohan.store.store import Store
-from tests.support.delayed_runs import Tuning, data, net, tuned
-from tests.support.small_models import attached, lr
+from tests.support.delayed_runs import PlanTuning, net_batches, small_net, tune_plans
+from tests.support.models import attached, lr
 
 
 @pytest.fixture
@@ -48,10 +48,10 @@ def test_updates_pass_checksums_to_the_store(
     This holds also for a block without a gradient, and every chunk of the store has the
     checksum that it was written with.
     """
-    tuned(monkeypatch, Tuning(cached=0.4, spilled=0.5))
-    dataset = data(4, kind="tied", dtype=dtype, still={2: 1})
+    tune_plans(monkeypatch, PlanTuning(cached=0.4, spilled=0.5))
+    dataset = net_batches(4, kind="tied", dtype=dtype, still={2: 1})
     options = {"optimizer": optimizer, "clip": 0.01, "overlap": overlap}
-    with attached(net("tied", dtype=dtype), tmp_path, **options) as session:
+    with attached(small_net("tied", dtype=dtype), tmp_path, **options) as session:
         for keys in taken.values():
             keys.clear()  # of the store's first generation
         for batch in dataset:
@@ -65,9 +65,9 @@ def test_updates_pass_checksums_to_the_store(
 
 def test_resident_parameters_may_be_changed_between_steps(tmp_path, monkeypatch):
     """User code changes them between steps, like the scale of CLIP."""
-    tuned(monkeypatch, Tuning(cached=1.0))
-    with attached(net(), tmp_path, clip=0.01) as session:
-        for batch in data(4):
+    tune_plans(monkeypatch, PlanTuning(cached=1.0))
+    with attached(small_net(), tmp_path, clip=0.01) as session:
+        for batch in net_batches(4):
             session.model(**batch).backward()
             clamped = session.weight("shift").clamp_(-0.05, 0.05)
             session.model.load_state_dict({"shift": clamped}, strict=False)
@@ -78,8 +78,8 @@ def test_resident_parameters_may_be_changed_between_steps(tmp_path, monkeypatch)
 
 
 def test_damaged_bytes_are_noticed(tmp_path):
-    with attached(net(), tmp_path) as session:
-        for batch in data(2):
+    with attached(small_net(), tmp_path) as session:
+        for batch in net_batches(2):
             session.model(**batch).backward()
         session.commit()
         store, key = session.store, "s/blocks.2"
@@ -95,8 +95,8 @@ def test_damaged_bytes_are_noticed(tmp_path):
         assert key in str(problem) and f"{text:#010x} expected" in str(problem)
     with (
         pytest.raises(ChecksumError, match="the drive returned other bytes"),
-        attached(net(), tmp_path, resume=True) as session,
+        attached(small_net(), tmp_path, resume=True) as session,
     ):
-        for batch in data(2):
+        for batch in net_batches(2):
             session.model(**batch).backward()
         session.flush()

@@ -14,15 +14,8 @@ import lohan
 from lohan import _core
 from lohan.schedule.placement import Gate, gate_of
 from lohan.store.files import SCRATCH
-from tests.support.delayed_runs import Tuning, data, memory_engine, net, tuned
-from tests.support.small_models import (
-    assert_close,
-    attached,
-    decay_groups,
-    loss_of,
-    lr,
-    master_weights,
-)
+from tests.support.delayed_runs import PlanTuning, memory_engine, net_batches, small_net, tune_plans
+from tests.support.models import assert_close, attached, decay_groups, loss_of, lr, master_weights
 
 STEPS = 5
 
@@ -61,7 +54,7 @@ def test_the_plan_knows_the_room_for_held_gradients(clip, tmp_path):
     """
     reserved = set()
     for now, resume in ((clip, False), (1.0, True), (0.0, True)):
-        with attached(net(), tmp_path, clip=now, resume=resume) as session:
+        with attached(small_net(), tmp_path, clip=now, resume=resume) as session:
             rows = {e.owner: e.bytes for e in session.plan.ledger if e.tier == "ssd"}
             file = session.store.dirs[0] / SCRATCH
             size = file.stat().st_size if file.exists() else 0
@@ -91,8 +84,8 @@ def run(model, train_batches, place, *, limit):
 @pytest.mark.parametrize("side", ["above", "near", "below", "off"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "several"])
 def test_clipped_run_equals_torch(kind, side, tmp_path, monkeypatch):
-    tuned(monkeypatch, Tuning(cached=0.3, spilled=0.5))
-    model, rows = net(kind), data(STEPS, kind=kind)
+    tune_plans(monkeypatch, PlanTuning(cached=0.3, spilled=0.5))
+    model, rows = small_net(kind), net_batches(STEPS, kind=kind)
     _, free, unclipped = clipped_run(model, rows, 0.0)
     limit = {
         "above": min(free) / 5,
@@ -122,8 +115,8 @@ def test_clipped_run_equals_torch(kind, side, tmp_path, monkeypatch):
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_bf16_equals_torch(kind, side, tmp_path, monkeypatch):
     """Within bf16's rounding; a missing factor is far outside it."""
-    tuned(monkeypatch, Tuning(spilled=1.0))
-    model, rows = net(kind, dtype=torch.bfloat16), data(STEPS, kind=kind)
+    tune_plans(monkeypatch, PlanTuning(spilled=1.0))
+    model, rows = small_net(kind, dtype=torch.bfloat16), net_batches(STEPS, kind=kind)
     _, free, unclipped = clipped_run(model, rows, 0.0)
     limit = min(free) / 5 if side == "above" else max(free) * 5
     start = {name: p.detach().float().clone() for name, p in model.named_parameters()}
@@ -141,8 +134,8 @@ def test_bf16_equals_torch(kind, side, tmp_path, monkeypatch):
 
 
 def test_without_clipping_nothing_is_held(tmp_path, monkeypatch):
-    tuned(monkeypatch, Tuning())
-    with attached(net("tied"), tmp_path, clip=0.0, update_mode="optimized") as session:
+    tune_plans(monkeypatch, PlanTuning())
+    with attached(small_net("tied"), tmp_path, clip=0.0, update_mode="optimized") as session:
         assert gate_of(session.plan) is Gate.NONE
         assert not any(region.scratch for region in session.store.regions)
         seen = []
@@ -151,7 +144,7 @@ def test_without_clipping_nothing_is_held(tmp_path, monkeypatch):
             seen.append(action.kind),
             original(action, context),
         )
-        for batch in data(3):
+        for batch in net_batches(3):
             session.model(**batch).backward()
         session.flush()
         assert set(seen) == {"U"}
@@ -161,9 +154,9 @@ def test_without_clipping_nothing_is_held(tmp_path, monkeypatch):
 
 def test_held_gradients_are_released_after_their_update(tmp_path, monkeypatch):
     """After the updates, no gradient of the step is left in memory."""
-    tuned(monkeypatch, Tuning(spilled=0.5))
-    with attached(net("tied"), tmp_path, clip=0.1) as session:
-        for batch in data(3):
+    tune_plans(monkeypatch, PlanTuning(spilled=0.5))
+    with attached(small_net("tied"), tmp_path, clip=0.1) as session:
+        for batch in net_batches(3):
             session.model(**batch).backward()
         assert session.executor.runner.pending.on_host
         session.flush()

@@ -22,11 +22,24 @@ from lohan.engine.step import SETTLING_STEPS, CommitClock
 from lohan.store.io_engine import aligned_buffer
 from lohan.store.store import Store
 from lohan.util.units import Interval, MiB
-from tests.support import forked_ranks
-from tests.support.delayed_runs import Result, Tuning, data, memory_engine, net, train, tuned
-from tests.support.small_models import attached, stored_bytes
-from tests.support.speculation_cases import DROPS, HALF, LLAMA, PLAIN, TIED, Case
-from tests.support.tiny_run import arguments, result, write_inputs
+from tests.support import forked_commands, ranks
+from tests.support.delayed_runs import (
+    DROPOUT_CASE,
+    HALF_CASE,
+    LLAMA_CASE,
+    PLAIN_CASE,
+    TIED_CASE,
+    PlanTuning,
+    RunResult,
+    SpeculationCase,
+    memory_engine,
+    net_batches,
+    small_net,
+    train_with_delays,
+    tune_plans,
+)
+from tests.support.forked_commands import tiny_arguments, tiny_result, write_tiny_inputs
+from tests.support.models import attached, stored_bytes
 
 
 def budget(place: Path, every: str | int) -> lohan.Budget:
@@ -39,20 +52,24 @@ def budget(place: Path, every: str | int) -> lohan.Budget:
 @pytest.mark.parametrize(
     ("case", "tuning", "every"),
     [
-        (PLAIN, Tuning(cached=0.4, spilled=0.0), 3),
-        (TIED, Tuning(cached=1.0, spilled=0.0, own_thread=True), 5),
-        pytest.param(LLAMA, Tuning(ring=1, slots=0, window=0), 4, marks=pytest.mark.slow),
-        pytest.param(DROPS, Tuning(cached=0.4, spilled=0.5), 100, marks=pytest.mark.slow),
-        (HALF, Tuning(cached=0.4), 3),
-        (TIED, Tuning(spilled=1.0, ring=1, slots=0, window=0), 5),
-        (LLAMA, Tuning(cached=0.2, spilled=0.0, own_thread=True), 4),
+        (PLAIN_CASE, PlanTuning(cached=0.4, spilled=0.0), 3),
+        (TIED_CASE, PlanTuning(cached=1.0, spilled=0.0, own_thread=True), 5),
+        pytest.param(LLAMA_CASE, PlanTuning(ring=1, slots=0, window=0), 4, marks=pytest.mark.slow),
+        pytest.param(
+            DROPOUT_CASE, PlanTuning(cached=0.4, spilled=0.5), 100, marks=pytest.mark.slow
+        ),
+        (HALF_CASE, PlanTuning(cached=0.4), 3),
+        (TIED_CASE, PlanTuning(spilled=1.0, ring=1, slots=0, window=0), 5),
+        (LLAMA_CASE, PlanTuning(cached=0.2, spilled=0.0, own_thread=True), 4),
     ],
 )
-def test_commit_interval_changes_no_bit(case: Case, tuning, every, tmp_path, monkeypatch):
+def test_commit_interval_changes_no_bit(
+    case: SpeculationCase, tuning, every, tmp_path, monkeypatch
+):
     """Lanes are delayed, norms cross the limit, and some fp16 steps overflow."""
     limit, expected = case.waiting
-    tuned(monkeypatch, tuning)
-    result = train(
+    tune_plans(monkeypatch, tuning)
+    result = train_with_delays(
         case.model(),
         case.data(),
         tmp_path,
@@ -66,20 +83,28 @@ def test_commit_interval_changes_no_bit(case: Case, tuning, every, tmp_path, mon
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Result:
+def plain(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
     """Train without clipping and overlap, with every step committed."""
     with pytest.MonkeyPatch.context() as patch:
-        tuned(patch, Tuning())
-        return train(net(), data(8), tmp_path_factory.mktemp("plain"), overlap=False)
+        tune_plans(patch, PlanTuning())
+        return train_with_delays(
+            small_net(), net_batches(8), tmp_path_factory.mktemp("plain"), overlap=False
+        )
 
 
 @pytest.mark.parametrize("mode", ["serial", "naive", "optimized", "balanced"])
 def test_commit_interval_changes_no_bit_without_clipping(mode, plain, tmp_path, monkeypatch):
     """Updates run in backward, in place; on a device in one of the modes."""
-    tuned(monkeypatch, Tuning(cached=0.4, device_slots=1))
+    tune_plans(monkeypatch, PlanTuning(cached=0.4, device_slots=1))
     more = {"device": EmulatedDevice(64 * MiB)} if mode == "balanced" else {}
-    result = train(
-        net(), data(8), tmp_path, seed=5, update_mode=mode, budget=budget(tmp_path, 3), **more
+    result = train_with_delays(
+        small_net(),
+        net_batches(8),
+        tmp_path,
+        seed=5,
+        update_mode=mode,
+        budget=budget(tmp_path, 3),
+        **more,
     )
     replace(result, norms=plain.norms).check(plain)  # serial ones have the norm too
 
@@ -89,12 +114,12 @@ def test_steps_between_commits_change_no_committed_byte(tmp_path, monkeypatch):
 
     What stays in memory is not written in these steps.
     """
-    tuned(monkeypatch, Tuning(cached=0.5, spilled=0.0))
-    model, engine = net(), memory_engine()
+    tune_plans(monkeypatch, PlanTuning(cached=0.5, spilled=0.0))
+    model, engine = small_net(), memory_engine()
     seen: list[tuple[int, bytes]] = []
     written: list[int] = []
     with attached(model, tmp_path, clip=1.0, budget=budget(tmp_path, 3), engine=engine) as session:
-        for batch in data(9):
+        for batch in net_batches(9):
             before = session.counters.bytes_written
             model(**batch).backward()
             session.flush()
@@ -129,14 +154,14 @@ def go_on(session: lohan.Session, batches: list[Any], until: int) -> None:
 
 
 def test_a_session_that_is_dropped_resumes_from_its_last_commit(plain, tmp_path, monkeypatch):
-    tuned(monkeypatch, Tuning(cached=0.5))
-    session = attached(net(), tmp_path, budget=budget(tmp_path, 3))
-    go_on(session, data(8), 7)
+    tune_plans(monkeypatch, PlanTuning(cached=0.5))
+    session = attached(small_net(), tmp_path, budget=budget(tmp_path, 3))
+    go_on(session, net_batches(8), 7)
     session.flush()
     session.close(flush=False)
-    with attached(net(), tmp_path, budget=budget(tmp_path, 3), resume=True) as again:
+    with attached(small_net(), tmp_path, budget=budget(tmp_path, 3), resume=True) as again:
         assert again.step == 5
-        go_on(again, data(8), 8)
+        go_on(again, net_batches(8), 8)
         assert stored_bytes(again) == plain.stored
 
 
@@ -145,20 +170,20 @@ def test_error_in_backward_changes_no_bit_of_later_steps(
     clip, back_to, plain, tmp_path, monkeypatch
 ):
     """Training continues to the same bits after an error in backward."""
-    tuned(monkeypatch, Tuning(cached=0.5, spilled=0.0))
-    model = net()
+    tune_plans(monkeypatch, PlanTuning(cached=0.5, spilled=0.0))
+    model = small_net()
     with attached(model, tmp_path, clip=clip, budget=budget(tmp_path, 3)) as session:
-        go_on(session, data(8), 7)
+        go_on(session, net_batches(8), 7)
         fails = model.blocks[0].linear.register_full_backward_hook(_fail)
         with warnings.catch_warnings(record=True) as caught, pytest.raises(ArithmeticError):
             warnings.simplefilter("always")
-            go_on(session, data(8), 8)
+            go_on(session, net_batches(8), 8)
         fails.remove()
         assert session.step == session.store.meta["progress"]["step"] == back_to
         lost = [str(w.message) for w in caught if "had not been committed" in str(w.message)]
         assert bool(lost) is (back_to == 5)
         assert not lost or ("undoes 2 steps" in lost[0] and "after step 5" in lost[0])
-        go_on(session, data(8), 8)
+        go_on(session, net_batches(8), 8)
         assert stored_bytes(session) == plain.stored
 
 
@@ -167,24 +192,24 @@ def _fail(*_: object) -> None:
 
 
 def test_commits_every_finished_step_when_interrupted_between_steps(plain, tmp_path, monkeypatch):
-    tuned(monkeypatch, Tuning(cached=0.5))
+    tune_plans(monkeypatch, PlanTuning(cached=0.5))
     with (
         pytest.raises(KeyboardInterrupt),
-        attached(net(), tmp_path, budget=budget(tmp_path, 100)) as session,
+        attached(small_net(), tmp_path, budget=budget(tmp_path, 100)) as session,
     ):
-        go_on(session, data(8), 6)
+        go_on(session, net_batches(8), 6)
         raise KeyboardInterrupt
     with Store.open(tmp_path / "lohan-store") as store:
         assert store.meta["progress"]["step"] == 6
 
 
 def test_a_new_plan_begins_with_a_commit(plain, tmp_path, monkeypatch):
-    tuned(monkeypatch, Tuning(cached=0.5))
-    with attached(net(), tmp_path, budget=budget(tmp_path, 100)) as session:
-        go_on(session, data(8), 4)
+    tune_plans(monkeypatch, PlanTuning(cached=0.5))
+    with attached(small_net(), tmp_path, budget=budget(tmp_path, 100)) as session:
+        go_on(session, net_batches(8), 4)
         session.follow(session.plan)
         assert session.store.meta["progress"]["step"] == 4
-        go_on(session, data(8), 8)
+        go_on(session, net_batches(8), 8)
         session.flush()
         assert session.store.meta["progress"]["step"] == 4 + SETTLING_STEPS
         assert stored_bytes(session) == plain.stored
@@ -211,7 +236,7 @@ def test_commits_a_step_if_the_next_would_end_too_late(monkeypatch):
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_inputs(tmp_path_factory.mktemp("inputs"))
+    return write_tiny_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 def test_ranks_commit_the_same_steps(forge, inputs, tmp_path):
@@ -220,9 +245,9 @@ def test_ranks_commit_the_same_steps(forge, inputs, tmp_path):
     for every in ("step", "3"):
         out = tmp_path / every
         more = ("--host", "3MiB", "--commit-every", every, "--steps", 7)
-        ended = forked_ranks.run(forge, 2, "train", *arguments(inputs, out, *more))
-        assert [one.code for one in ended] == [0, 0], forked_ranks.errors_of(ended)
-        created.append(result(out))
+        ended = ranks.run_ranks(forge, 2, "train", *tiny_arguments(inputs, out, *more))
+        assert [one.code for one in ended] == [0, 0], ranks.errors_of_ranks(ended)
+        created.append(tiny_result(out))
     assert created[0] == created[1]
 
 
@@ -241,10 +266,10 @@ def test_evaluations_and_snapshots_commit_first(forge, inputs, tmp_path):
     created = []
     for every in ("step", "100"):
         out = tmp_path / every
-        given = arguments(inputs, out, *more, "--commit-every", every)
+        given = tiny_arguments(inputs, out, *more, "--commit-every", every)
         assert (ended := forge.run("train", *given)).code == 0, ended.err
-        rows = forked_ranks.rows(out)
-        created.append((result(out), [row["eval_loss"] for row in rows if "eval_loss" in row]))
+        rows = forked_commands.metrics_rows(out)
+        created.append((tiny_result(out), [row["eval_loss"] for row in rows if "eval_loss" in row]))
         (file,) = (out / "snapshots").rglob("manifest.json")
         manifest = json.loads(file.read_text())
         assert manifest["meta"]["progress"]["step"] == 4

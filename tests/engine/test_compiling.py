@@ -14,7 +14,7 @@ from lohan.device.choose import LIMITS, Compiled
 from lohan.device.emulated import EmulatedDevice
 from lohan.errors import ConfigError
 from lohan.util.units import MiB
-from tests.support.small_models import attached, batches, plain_run, small_model
+from tests.support.models import attached, batches, plain_run, small_model
 
 STEPS = 3
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 import lohan
 from lohan.store.admin import describe
-from tests.support.model_families import CONFIGS, VOCAB, save_model
+from tests.support.models import FAMILY_CONFIGS, FAMILY_VOCAB, save_model
 
 ROOMY = "100MiB"  # all weights and state stay in host memory
 
@@ -19,12 +19,12 @@ ROOMY = "100MiB"  # all weights and state stay in host memory
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("durability") / "model"
-    save_model(folder, CONFIGS["llama"])
+    save_model(folder, FAMILY_CONFIGS["llama"])
     return folder
 
 
 def batch(step: int) -> torch.Tensor:
-    return torch.randint(0, VOCAB, (2, 16), generator=torch.Generator().manual_seed(step))
+    return torch.randint(0, FAMILY_VOCAB, (2, 16), generator=torch.Generator().manual_seed(step))
 
 
 def opened(model: Path, place: Path, **options: Any) -> tuple[torch.nn.Module, lohan.Session]:

@@ -8,11 +8,11 @@ from torch import nn
 
 from lohan.engine.context import is_tested
 from lohan.errors import ModelError
-from tests.support.small_models import assert_same, attached, loss_of, master_weights, small_model
-from tests.support.unusual_modules import Plain, Step
+from tests.support.architectures import Plain, StepOutput
+from tests.support.models import assert_same, attached, loss_of, master_weights, small_model
 
 
-class Remembers(Step):
+class Remembers(StepOutput):
     """A block that appends to a list, which cannot be restored."""
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class WrongBackward(torch.autograd.Function):
         return grad * (1 + WrongBackward.calls % 2)
 
 
-class Unsteady(Step):
+class Unsteady(StepOutput):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return WrongBackward.apply(super().forward(x))
 
@@ -92,7 +92,7 @@ def test_comparison_of_first_calls_changes_no_bit(micro_batch, tmp_path):
     assert_same(runs[0][1], runs[1][1])
 
 
-class Dropping(Step):
+class Dropping(StepOutput):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.dropout(super().forward(x), 0.3, self.training)
 
@@ -100,6 +100,6 @@ class Dropping(Step):
 def test_models_of_the_table_are_not_checked_again(tmp_path):
     model = small_model("llama")
     assert is_tested(model)
-    assert not is_tested(stack_of(Step))
+    assert not is_tested(stack_of(StepOutput))
     with attached(model, tmp_path) as session:
         assert session.context.check is False

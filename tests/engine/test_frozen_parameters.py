@@ -15,8 +15,8 @@ from transformers import (
 
 import lohan
 from lohan.model.layout import RESIDENT
-from tests.support.small_models import (
-    SMALL,
+from tests.support.models import (
+    SMALL_SIZES,
     assert_close,
     assert_same,
     attached,
@@ -237,7 +237,7 @@ def test_loose_parameters_of_both_kinds(micro_batch, tmp_path):
 @pytest.mark.parametrize(("name", "tied"), [("embed_tokens", True), ("lm_head", False)])
 def test_trains_a_single_layer(name, tied, tmp_path):
     torch.manual_seed(0)
-    config = LlamaConfig(**SMALL, tie_word_embeddings=tied, use_cache=False)
+    config = LlamaConfig(**SMALL_SIZES, tie_word_embeddings=tied, use_cache=False)
     model = AutoModelForCausalLM.from_config(config).train().requires_grad_(False)
     next(m for n, m in model.named_modules() if n.endswith(name)).requires_grad_(True)
     data = batches(5, batch=3, seq=12)
@@ -250,7 +250,7 @@ def test_trains_a_single_layer(name, tied, tmp_path):
 def test_trains_only_the_head_of_a_classifier_past_a_new_plan(tmp_path):
     """The plan is checked after the third step, when nothing below the head has an update."""
     torch.manual_seed(0)
-    config = LlamaConfig(**SMALL, num_labels=3, pad_token_id=0)
+    config = LlamaConfig(**SMALL_SIZES, num_labels=3, pad_token_id=0)
     model = AutoModelForSequenceClassification.from_config(config).train()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.startswith("score"))

@@ -13,7 +13,7 @@ import lohan
 from lohan.errors import BudgetError, ConfigError, LohanError
 from lohan.model.plan import Plan
 from lohan.util.units import Interval
-from tests.support.small_models import attached, batches, small_model, stored_bytes
+from tests.support.models import attached, batches, small_model, stored_bytes
 
 DATA = batches(3, batch=2, seq=12)
 

@@ -12,7 +12,7 @@ from lohan.engine.wrapping import BlockRunner
 from lohan.model.layout import FlatGroup, TensorSpec
 from lohan.model.state import FLOAT
 from lohan.util.units import MiB
-from tests.support.small_models import SMALL, attached, batches, master_weights
+from tests.support.models import SMALL_SIZES, attached, batches, master_weights
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_offloaded_gradients_return_unchanged(device):
 
 def tied_run(place, monkeypatch, *, micro_batch, **options):
     """Return losses, weights, and the groups whose gradients waited when each backward began."""
-    config = LlamaConfig(**SMALL, tie_word_embeddings=True, use_cache=False)
+    config = LlamaConfig(**SMALL_SIZES, tie_word_embeddings=True, use_cache=False)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).train()
     waiting, backward = [], BlockRunner.backward

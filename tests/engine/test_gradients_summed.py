@@ -13,8 +13,14 @@ from lohan.engine.gradients import GradientSink
 from lohan.model.state import FLOAT
 from lohan.store.store import Store
 from lohan.util.units import PAGE, align_up
-from tests.support.delayed_runs import Tuning, data, net, train, tuned
-from tests.support.small_models import attached, master_weights
+from tests.support.delayed_runs import (
+    PlanTuning,
+    net_batches,
+    small_net,
+    train_with_delays,
+    tune_plans,
+)
+from tests.support.models import attached, master_weights
 
 WIDTH, RATE = 8, 2.0**-10
 ROWS = (256.0, 1.0, 1.0, 1.0)  # bf16 has no number between 256 and 258
@@ -82,7 +88,7 @@ def test_gradients_go_to_ssd_as_wide_as_they_are(
     dtype, micro_batch, expected_bytes, shared, tmp_path, monkeypatch
 ):
     """Bytes of every spilled chunk, written and read; bits are those of the run in order."""
-    tuned(monkeypatch, Tuning(spilled=1.0))
+    tune_plans(monkeypatch, PlanTuning(spilled=1.0))
     results, moved = [], list[tuple[str, str, int, int]]()
     for name in ("read", "write"):
         submit = getattr(Store, name)
@@ -95,14 +101,18 @@ def test_gradients_go_to_ssd_as_wide_as_they_are(
 
         monkeypatch.setattr(Store, name, noted)
     for overlap in (True, False):
-        dataset = data(3, kind="tied", dtype=dtype)
+        dataset = net_batches(3, kind="tied", dtype=dtype)
         options = {
             "clip": 0.01,
             "batch": dataset[0],
             "micro_batch": micro_batch,
             "overlap": overlap,
         }
-        results.append(train(net("tied", dtype=dtype), dataset, tmp_path / str(overlap), **options))
+        results.append(
+            train_with_delays(
+                small_net("tied", dtype=dtype), dataset, tmp_path / str(overlap), **options
+            )
+        )
         assert {name for name, *_ in moved} == {"read", "write"}
         assert {"entry", "exit", "blocks.0"} < {key for _, key, *_ in moved}
         for _, key, count, size in moved:  # a chunk of the store has room for fp32

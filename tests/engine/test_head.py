@@ -30,8 +30,9 @@ from transformers import (
 )
 
 from lohan.engine.attach import find_decoder
-from tests.support.model_families import SIZES, VOCAB
-from tests.support.small_models import (
+from tests.support.models import (
+    FAMILY_SIZES,
+    FAMILY_VOCAB,
     assert_close,
     attached,
     lohan_run,
@@ -45,14 +46,14 @@ def text(steps: int = 2, seq: int = 10) -> list[dict[str, torch.Tensor]]:
     g = torch.Generator().manual_seed(1)
     created = []
     for _ in range(steps):
-        ids = torch.randint(3, VOCAB, (3, seq), generator=g)
+        ids = torch.randint(3, FAMILY_VOCAB, (3, seq), generator=g)
         created.append({"input_ids": ids, "labels": ids.masked_fill(ids < 9, -100)})
     return created
 
 
 def bart() -> nn.Module:
     config = BartConfig(
-        vocab_size=VOCAB,
+        vocab_size=FAMILY_VOCAB,
         d_model=32,
         decoder_layers=2,
         decoder_attention_heads=4,
@@ -65,33 +66,33 @@ def bart() -> nn.Module:
 
 def bert() -> nn.Module:
     zero = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return BertLMHeadModel(BertConfig(**SIZES, **zero, is_decoder=True))
+    return BertLMHeadModel(BertConfig(**FAMILY_SIZES, **zero, is_decoder=True))
 
 
 def llama4() -> nn.Module:
     experts = {"num_local_experts": 2, "intermediate_size_mlp": 48, "head_dim": 8}
-    return Llama4ForCausalLM(Llama4TextConfig(**SIZES, **experts, num_key_value_heads=2))
+    return Llama4ForCausalLM(Llama4TextConfig(**FAMILY_SIZES, **experts, num_key_value_heads=2))
 
 
 def mamba() -> nn.Module:
     sizes = {"hidden_size": 32, "state_size": 4, "num_hidden_layers": 2, "time_step_rank": 4}
-    return MambaForCausalLM(MambaConfig(vocab_size=VOCAB, **sizes))
+    return MambaForCausalLM(MambaConfig(vocab_size=FAMILY_VOCAB, **sizes))
 
 
 def rwkv() -> nn.Module:
     sizes = {"hidden_size": 32, "attention_hidden_size": 32, "intermediate_size": 48}
-    return RwkvForCausalLM(RwkvConfig(vocab_size=VOCAB, num_hidden_layers=2, **sizes))
+    return RwkvForCausalLM(RwkvConfig(vocab_size=FAMILY_VOCAB, num_hidden_layers=2, **sizes))
 
 
 def gpt1() -> nn.Module:
     none = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
-    return OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=VOCAB, **sizes, **none))
+    return OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=FAMILY_VOCAB, **sizes, **none))
 
 
 def xlnet() -> nn.Module:
     sizes = {"d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 48, "dropout": 0.0}
-    return XLNetLMHeadModel(XLNetConfig(vocab_size=VOCAB, **sizes))
+    return XLNetLMHeadModel(XLNetConfig(vocab_size=FAMILY_VOCAB, **sizes))
 
 
 @pytest.mark.parametrize(
@@ -130,7 +131,7 @@ def test_text_to_text_with_labels_or_decoder_inputs(given, tmp_path):
     torch.manual_seed(0)
     model = T5ForConditionalGeneration(
         T5Config(
-            vocab_size=VOCAB,
+            vocab_size=FAMILY_VOCAB,
             d_model=32,
             d_kv=8,
             d_ff=48,

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from tests.support.small_models import attached, batches, small_model
+from tests.support.models import attached, batches, small_model
 
 
 def test_caller_sets_the_number_of_labels(tmp_path):

@@ -17,17 +17,17 @@ from lohan.errors import BudgetError
 from lohan.model.options import PlanOptions
 from lohan.planner.activations import HOST_ONLY
 from lohan.planner.planner import PlanProblem, closed_form_plan
-from tests.support.kept_activation_runs import (
-    SEQ,
-    SLOW,
-    STEPS,
-    batch_of,
+from tests.support.delayed_runs import (
+    KEPT_SEQ,
+    KEPT_STEPS,
+    SLOW_PROFILE,
+    budget_that_spills,
     folder_fixture,  # noqa: F401 - a fixture
-    smaller,
-    train,
+    kept_batch,
+    train_with_kept_activations,
 )
-from tests.support.setting_grids import pairwise
-from tests.support.small_models import attached, batches, small_model
+from tests.support.generated_cases import pairwise
+from tests.support.models import attached, batches, small_model
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def recomputed(folder, tmp_path_factory):
 
     @functools.cache
     def run(micro_batch, clip):
-        want, plan, moved = train(
+        want, plan, moved = train_with_kept_activations(
             folder,
             tmp_path_factory.mktemp("recomputed") / "ssd",
             activations="recompute",
@@ -58,8 +58,8 @@ def test_keeping_and_spilling_activations_change_no_bit(
     folder, recomputed, tmp_path, micro_batch, clip, tight, overlap
 ):
     want = recomputed(micro_batch, clip)
-    host = smaller(folder, micro_batch, clip, overlap) if tight else "64MiB"
-    got, plan, moved = train(
+    host = budget_that_spills(folder, micro_batch, clip, overlap) if tight else "64MiB"
+    got, plan, moved = train_with_kept_activations(
         folder,
         tmp_path / "ssd",
         activations="all",
@@ -86,14 +86,16 @@ def same_by(policy: str, tier: str, micro_batch: int, seed: int, folder: Path, p
     if policy == "checkmate":
         pytest.importorskip("scipy")
     # Policies that know no SSD send block inputs there, and only if memory cannot hold them.
-    seq = SEQ * 6 if tier == "ssd" and policy in HOST_ONLY else SEQ
+    seq = KEPT_SEQ * 6 if tier == "ssd" and policy in HOST_ONLY else KEPT_SEQ
     host = "64MiB"
     if tier == "ssd":
-        host = smaller(folder, micro_batch, 0.0, policy=policy, seq=seq)
+        host = budget_that_spills(folder, micro_batch, 0.0, policy=policy, seq=seq)
     options = {"micro_batch": micro_batch, "host": host, "seq": seq}
-    want, _, _ = train(folder, place / "plain", activations="recompute", overlap=False, **options)
-    got, plan, moved = train(
-        folder, place / "kept", activations=policy, profile=SLOW, delays=seed, **options
+    want, _, _ = train_with_kept_activations(
+        folder, place / "plain", activations="recompute", overlap=False, **options
+    )
+    got, plan, moved = train_with_kept_activations(
+        folder, place / "kept", activations=policy, profile=SLOW_PROFILE, delays=seed, **options
     )
     assert bool(plan.kept) is (policy != "static") or (tier == "ssd" and policy in HOST_ONLY)
     assert bool(moved) is (tier == "ssd" or policy == "g10")
@@ -152,13 +154,13 @@ def test_a_batch_longer_than_planned_keeps_nothing(tmp_path, monkeypatch):
 
 def test_block_inputs_beyond_the_budget_go_to_ssd(folder, tmp_path):
     """The budget holds less than the block inputs: they are moved out, with the same result."""
-    want, plan, _ = train(
-        folder, tmp_path / "plain", activations="recompute", overlap=False, seq=SEQ * 6
+    want, plan, _ = train_with_kept_activations(
+        folder, tmp_path / "plain", activations="recompute", overlap=False, seq=KEPT_SEQ * 6
     )
     held = {entry.owner: entry.bytes for entry in plan.ledger}
     model = lohan.load(folder).train()
     blocks = cut(model)
-    workload = workload_of(model, blocks, {"input_ids": batch_of(model, SEQ * 6).to("meta")})
+    workload = workload_of(model, blocks, {"input_ids": kept_batch(model, KEPT_SEQ * 6).to("meta")})
     smallest = closed_form_plan(
         PlanProblem(
             blocks,
@@ -181,17 +183,17 @@ def test_block_inputs_beyond_the_budget_go_to_ssd(folder, tmp_path):
         except BudgetError:
             break
         if tight.spilled_sites:
-            got, plan, moved = train(
+            got, plan, moved = train_with_kept_activations(
                 folder,
                 tmp_path / "tight",
                 host=f"{size}b",
                 activations="recompute",
                 micro_batch=4,
-                seq=SEQ * 6,
+                seq=KEPT_SEQ * 6,
             )
             assert got[0] == pytest.approx(want[0], rel=1e-6)
-            hidden = 4 * SEQ * 6 * 64 * 4  # what takes a gradient; masks and positions stay
-            assert moved == STEPS * len(plan.spilled_sites) * hidden
+            hidden = 4 * KEPT_SEQ * 6 * 64 * 4  # what takes a gradient; masks and positions stay
+            assert moved == KEPT_STEPS * len(plan.spilled_sites) * hidden
             inputs = sum(e.bytes for e in plan.ledger if e.owner == "block inputs")
             assert inputs < held["block inputs"]
             return
@@ -199,14 +201,18 @@ def test_block_inputs_beyond_the_budget_go_to_ssd(folder, tmp_path):
 
 
 def test_following_another_plan_changes_nothing(folder, tmp_path):
-    want, _, _ = train(folder, tmp_path / "plain", activations="recompute", overlap=False)
+    want, _, _ = train_with_kept_activations(
+        folder, tmp_path / "plain", activations="recompute", overlap=False
+    )
     other = {}
 
     def without(session):
         other["plan"] = replace(session.plan, kept=())
         session.follow(other["plan"])
 
-    got, plan, _ = train(folder, tmp_path / "kept", activations="all", between=without)
+    got, plan, _ = train_with_kept_activations(
+        folder, tmp_path / "kept", activations="all", between=without
+    )
     assert got == want
     assert plan == other["plan"]
 
@@ -216,7 +222,7 @@ def test_a_second_forward_before_backward_is_not_mixed_up(folder, tmp_path):
 
     def run(name: str, **options) -> list[float]:
         model = lohan.load(folder).train()
-        ids = batch_of(model)
+        ids = kept_batch(model)
         (tmp_path / name).mkdir()
         losses = []
         with lohan.attach(
@@ -226,7 +232,7 @@ def test_a_second_forward_before_backward_is_not_mixed_up(folder, tmp_path):
             budget=lohan.Budget(ssd=[tmp_path / name], host=options.pop("host", "64MiB")),
             **options,
         ) as session:
-            for _ in range(STEPS):
+            for _ in range(KEPT_STEPS):
                 first = model(input_ids=ids, labels=ids).loss
                 second = model(input_ids=ids.flip(1), labels=ids.flip(1)).loss
                 (first + second).backward()
@@ -236,11 +242,13 @@ def test_a_second_forward_before_backward_is_not_mixed_up(folder, tmp_path):
         return losses
 
     want = run("plain", activations="recompute", overlap=False)
-    assert run("moved", activations="all", host=smaller(folder, None, 0.0)) == want
+    assert run("moved", activations="all", host=budget_that_spills(folder, None, 0.0)) == want
 
 
 def test_a_plan_that_cannot_be_followed_leaves_the_old_one(folder, tmp_path):
-    want, _, _ = train(folder, tmp_path / "plain", activations="recompute", overlap=False)
+    want, _, _ = train_with_kept_activations(
+        folder, tmp_path / "plain", activations="recompute", overlap=False
+    )
     seen = {}
 
     def refused(session):
@@ -248,6 +256,8 @@ def test_a_plan_that_cannot_be_followed_leaves_the_old_one(folder, tmp_path):
         with pytest.raises(BudgetError, match="optimizer state ring"):
             session.follow(replace(session.plan, ring=10**6))
 
-    got, plan, _ = train(folder, tmp_path / "kept", activations="all", between=refused)
+    got, plan, _ = train_with_kept_activations(
+        folder, tmp_path / "kept", activations="all", between=refused
+    )
     assert got == want
     assert plan == seen["plan"]

@@ -24,24 +24,24 @@ from lohan.store.admin import rewind, snapshot
 from lohan.store.store import Store
 from lohan.util.units import Interval, MiB
 from tests.support.delayed_runs import (
-    CHUNK,
-    Result,
-    Tuning,
-    data,
+    CHUNK_PARAMS,
+    PlanTuning,
+    RunResult,
     memory_engine,
-    net,
-    train,
-    tuned,
+    net_batches,
+    small_net,
+    train_with_delays,
+    tune_plans,
 )
-from tests.support.replan_at_once import MEASURED
-from tests.support.setting_grids import each_value, thinned
-from tests.support.small_models import attached, stored_bytes
+from tests.support.generated_cases import each_value, thinned
+from tests.support.models import attached, stored_bytes
+from tests.support.process_hooks import fixed_profile
 
 STEPS = 9
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoggedTuning(Tuning):
+class LoggedTuning(PlanTuning):
     """Settings with all weights or a share of them in memory, and a share of the state."""
 
     cached_state: float = 0.3
@@ -59,7 +59,7 @@ class LoggedTuning(Tuning):
             (g.key, c)
             for g in blocks.trained
             if g.resident or g.key in weights
-            for c in range(-(-g.numel // CHUNK))
+            for c in range(-(-g.numel // CHUNK_PARAMS))
         ]
         state = [
             x
@@ -80,7 +80,7 @@ def budget(place: Path, steps: int | str) -> lohan.Budget:
     return lohan.Budget(host="256MiB", ssd=[place], log_gradients=steps)
 
 
-def same(logged: Result, expected: Result) -> None:
+def same(logged: RunResult, expected: RunResult) -> None:
     """Compare two runs. A log always computes the norm."""
     norms = logged.norms if expected.norms[-1] is None else expected.norms
     logged.check(replace(expected, norms=norms))
@@ -100,11 +100,13 @@ def compare(
     **options: Any,
 ) -> None:
     """Compare a logged run with one without overlap and without a log."""
-    tuned(monkeypatch, tuning or LoggedTuning())
-    made = data(steps, kind=kind, dtype=dtype) if made is None else made
-    expected = train(net(kind, dtype=dtype), made, tmp_path / "plain", overlap=False, **options)
-    logged = train(
-        net(kind, dtype=dtype),
+    tune_plans(monkeypatch, tuning or LoggedTuning())
+    made = net_batches(steps, kind=kind, dtype=dtype) if made is None else made
+    expected = train_with_delays(
+        small_net(kind, dtype=dtype), made, tmp_path / "plain", overlap=False, **options
+    )
+    logged = train_with_delays(
+        small_net(kind, dtype=dtype),
         made,
         tmp_path / "logged",
         seed=seed,
@@ -162,7 +164,7 @@ def test_averaged_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_blocks_without_a_gradient_in_some_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dataset = data(STEPS, skip={2: 1, 5: 0}, still={3: 2, 6: 3})
+    dataset = net_batches(STEPS, skip={2: 1, 5: 0}, still={3: 2, 6: 3})
     compare(tmp_path, monkeypatch, kind="plain", made=dataset)
 
 
@@ -178,11 +180,11 @@ def test_on_a_device_with_its_own_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """Compared there with the same run without a log, since sums on a device differ."""
-    tuned(monkeypatch, LoggedTuning())
-    dataset = data(STEPS, kind=kind)
+    tune_plans(monkeypatch, LoggedTuning())
+    dataset = net_batches(STEPS, kind=kind)
     runs = [
-        train(
-            net(kind),
+        train_with_delays(
+            small_net(kind),
             dataset,
             tmp_path / str(every),
             clip=0.5,
@@ -195,11 +197,11 @@ def test_on_a_device_with_its_own_memory(
 
 
 def test_steps_of_several_backward_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tuned(monkeypatch, LoggedTuning())
-    dataset = data(10, kind="tied")
+    tune_plans(monkeypatch, LoggedTuning())
+    dataset = net_batches(10, kind="tied")
 
     def run(place: Path, **options: Any) -> dict[str, bytes]:
-        with attached(net("tied"), place, engine=memory_engine(), **options) as session:
+        with attached(small_net("tied"), place, engine=memory_engine(), **options) as session:
             for step in range(5):
                 with session.accumulate():
                     for batch in dataset[2 * step : 2 * step + 2]:
@@ -214,12 +216,12 @@ def test_steps_of_several_backward_calls(tmp_path: Path, monkeypatch: pytest.Mon
 def test_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The weights of the base are frozen and stream; those of the adapters are logged."""
     peft = pytest.importorskip("peft")
-    dataset = data(STEPS, kind="llama")
+    dataset = net_batches(STEPS, kind="llama")
 
     def run(place: Path, **options: Any) -> dict[str, bytes]:
         torch.manual_seed(4)
         lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
-        model = peft.get_peft_model(net("llama"), lora)
+        model = peft.get_peft_model(small_net("llama"), lora)
         with attached(model, place, engine=memory_engine(), **options) as session:
             for batch in dataset:
                 session.model(**batch).loss.backward()
@@ -230,13 +232,15 @@ def test_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_skipped_steps_in_fp16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tuned(monkeypatch, LoggedTuning())
-    dataset = data(STEPS, kind="llama", dtype=torch.float16)
+    tune_plans(monkeypatch, LoggedTuning())
+    dataset = net_batches(STEPS, kind="llama", dtype=torch.float16)
     overflow = {2: float("inf"), 5: float("nan")}
 
-    def run(place: Path, **options: Any) -> Result:
-        model = net("llama", dtype=torch.float16)
-        return train(model, dataset, place, scale=lambda step: overflow.get(step, 1.0), **options)
+    def run(place: Path, **options: Any) -> RunResult:
+        model = small_net("llama", dtype=torch.float16)
+        return train_with_delays(
+            model, dataset, place, scale=lambda step: overflow.get(step, 1.0), **options
+        )
 
     expected = run(tmp_path / "plain", overlap=False)
     logged = run(tmp_path / "logged", budget=budget(tmp_path / "logged", 3))
@@ -249,12 +253,12 @@ def test_a_killed_run_resumes_after_its_last_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_after: int
 ) -> None:
     """The files as they were at a moment are those of a process that was killed then."""
-    tuned(monkeypatch, LoggedTuning())
-    dataset, files = data(STEPS, kind="tied"), dict[str, bytearray]()
-    expected = train(net("tied"), dataset, tmp_path / "plain", overlap=False)
+    tune_plans(monkeypatch, LoggedTuning())
+    dataset, files = net_batches(STEPS, kind="tied"), dict[str, bytearray]()
+    expected = train_with_delays(small_net("tied"), dataset, tmp_path / "plain", overlap=False)
     place, copy = tmp_path / "logged", tmp_path / "killed"
     engine = "threads"
-    session = attached(net("tied"), place, budget=budget(place, 4), engine=engine)
+    session = attached(small_net("tied"), place, budget=budget(place, 4), engine=engine)
     torch.manual_seed(11)
     for batch in dataset[:killed_after]:
         session.model(**batch).backward()
@@ -269,12 +273,12 @@ def test_a_killed_run_resumes_after_its_last_step(
     session.close()
     assert not files
     # Resumed with another interval, and then without a log.
-    model = net("tied")
+    model = small_net("tied")
     with attached(model, copy, budget=budget(copy, 2), engine=engine, resume=True) as resumed:
         assert resumed.step == killed_after
         for batch in dataset[killed_after:7]:
             model(**batch).backward()
-    with attached(net("tied"), copy, engine=engine, resume=True) as resumed:
+    with attached(small_net("tied"), copy, engine=engine, resume=True) as resumed:
         assert resumed.step == 7
         for batch in dataset[7:]:
             resumed.model(**batch).backward()
@@ -284,12 +288,12 @@ def test_a_killed_run_resumes_after_its_last_step(
 def test_a_failed_step_loses_no_earlier_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tuned(monkeypatch, LoggedTuning())
-    dataset = data(STEPS, kind="tied")
-    expected = train(net("tied"), dataset, tmp_path / "plain", overlap=False)
+    tune_plans(monkeypatch, LoggedTuning())
+    dataset = net_batches(STEPS, kind="tied")
+    expected = train_with_delays(small_net("tied"), dataset, tmp_path / "plain", overlap=False)
     place = tmp_path / "logged"
     options = {"budget": budget(place, 4), "engine": memory_engine()}
-    with attached(net("tied"), place, **options) as session:
+    with attached(small_net("tied"), place, **options) as session:
         torch.manual_seed(11)
         for step, batch in enumerate(dataset):
             if step in (2, 3, 6):
@@ -313,12 +317,12 @@ def test_a_failed_step_loses_no_earlier_one(
 def test_evaluation_and_reading_weights_between_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tuned(monkeypatch, LoggedTuning())
-    dataset = data(STEPS, kind="tied")
+    tune_plans(monkeypatch, LoggedTuning())
+    dataset = net_batches(STEPS, kind="tied")
 
     def run(place: Path, **options: Any) -> tuple[list[Any], dict[str, bytes]]:
         seen: list[Any] = []
-        with attached(net("tied"), place, engine=memory_engine(), **options) as session:
+        with attached(small_net("tied"), place, engine=memory_engine(), **options) as session:
             for batch in dataset:
                 session.model(**batch).backward()
                 with torch.no_grad():
@@ -334,11 +338,13 @@ def test_evaluation_and_reading_weights_between_steps(
 
 def test_writes_gradients_in_most_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step between two writes of the full state writes its gradients and nothing else."""
-    tuned(monkeypatch, LoggedTuning(cached_state=0.0))
+    tune_plans(monkeypatch, LoggedTuning(cached_state=0.0))
     place = tmp_path / "logged"
-    with attached(net("tied"), place, budget=budget(place, 4), engine=memory_engine()) as session:
+    with attached(
+        small_net("tied"), place, budget=budget(place, 4), engine=memory_engine()
+    ) as session:
         written = []
-        for batch in data(STEPS, kind="tied"):
+        for batch in net_batches(STEPS, kind="tied"):
             before = session.counters.bytes_written
             session.model(**batch).backward()
             session.flush()
@@ -351,11 +357,11 @@ def test_writes_gradients_in_most_steps(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_store_with_logged_steps_is_folded_by_a_tool(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tuned(monkeypatch, LoggedTuning())
-    dataset = data(3, kind="tied")
-    expected = train(net("tied"), dataset, tmp_path / "plain", overlap=False)
+    tune_plans(monkeypatch, LoggedTuning())
+    dataset = net_batches(3, kind="tied")
+    expected = train_with_delays(small_net("tied"), dataset, tmp_path / "plain", overlap=False)
     place = tmp_path / "logged"
-    session = attached(net("tied"), place, budget=budget(place, 4), engine="threads")
+    session = attached(small_net("tied"), place, budget=budget(place, 4), engine="threads")
     session.executor.commit_clock._steps = 10  # no more settling
     for batch in dataset:
         session.model(**batch).backward()
@@ -367,29 +373,29 @@ def test_a_store_with_logged_steps_is_folded_by_a_tool(
         count = fold_log(store)
         assert count in (1, 2, 3) and store.meta["progress"]["step"] == 3
     assert not (dirs / "log.bin").exists()
-    with attached(net("tied"), place, engine="threads", resume=True) as resumed:
+    with attached(small_net("tied"), place, engine="threads", resume=True) as resumed:
         assert stored_bytes(resumed) == expected.stored
 
 
 def left_live(place: Path, steps: int) -> dict[str, bytes]:
     """Leave a store whose log has steps, as a killed run does; return what they are to give."""
-    dataset, at = data(steps, kind="tied"), place / "logged"
-    session = attached(net("tied"), at, budget=budget(at, 4), engine="threads")
+    dataset, at = net_batches(steps, kind="tied"), place / "logged"
+    session = attached(small_net("tied"), at, budget=budget(at, 4), engine="threads")
     for batch in dataset:
         session.model(**batch).backward()
     session.flush()
     assert session.store.log is not None and session.store.log.live
     session.close(flush=False)
-    expected = train(net("tied"), dataset, place / "plain", overlap=False)
+    expected = train_with_delays(small_net("tied"), dataset, place / "plain", overlap=False)
     return expected.stored
 
 
 def test_weights_are_read_after_a_session_that_ended_without_a_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tuned(monkeypatch, LoggedTuning())
-    place, batches = tmp_path / "logged", data(4, kind="tied")
-    model, plain = net("tied"), net("tied")
+    tune_plans(monkeypatch, LoggedTuning())
+    place, batches = tmp_path / "logged", net_batches(4, kind="tied")
+    model, plain = small_net("tied"), small_net("tied")
     session = attached(model, place, budget=budget(place, 4), engine="threads")
     with attached(plain, tmp_path / "plain", overlap=False) as expected:
         for batch in batches:
@@ -406,7 +412,7 @@ def test_weights_are_read_after_a_session_that_ended_without_a_commit(
 def test_a_killed_run_is_resharded_after_its_last_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tuned(monkeypatch, LoggedTuning())
+    tune_plans(monkeypatch, LoggedTuning())
     expected = left_live(tmp_path, 4)
 
     def folders(rank: int) -> list[Path]:
@@ -417,16 +423,16 @@ def test_a_killed_run_is_resharded_after_its_last_step(
     for world in (2, 1):
         reshard_to_world(folders, "lohan-store", world, fold=fold_log)
     place = tmp_path / "logged"
-    with attached(net("tied"), place, engine="threads", resume=True) as resumed:
+    with attached(small_net("tied"), place, engine="threads", resume=True) as resumed:
         assert resumed.step == 4 and stored_bytes(resumed) == expected
 
 
 def test_a_snapshot_is_of_the_last_step_or_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tuned(monkeypatch, LoggedTuning())
-    place, copy, batches = tmp_path / "logged", tmp_path / "copy", data(6, kind="tied")
-    session = attached(net("tied"), place, budget=budget(place, 4), engine="threads")
+    tune_plans(monkeypatch, LoggedTuning())
+    place, copy, batches = tmp_path / "logged", tmp_path / "copy", net_batches(6, kind="tied")
+    session = attached(small_net("tied"), place, budget=budget(place, 4), engine="threads")
     for batch in batches[:4]:
         session.model(**batch).backward()
     session.flush()
@@ -442,7 +448,7 @@ def test_a_snapshot_is_of_the_last_step_or_refused(
     # A return to the snapshot drops the logged steps, which are later.
     with Store.open(place / "lohan-store", engine="threads", replays=True) as store:
         rewind(store, copy)
-    with attached(net("tied"), place, engine="threads", resume=True) as resumed:
+    with attached(small_net("tied"), place, engine="threads", resume=True) as resumed:
         assert resumed.step == 4 and stored_bytes(resumed) == expected
 
 
@@ -450,10 +456,12 @@ def test_a_snapshot_is_of_the_last_step_or_refused(
 def test_refuses_a_given_plan_whose_intervals_differ(
     tmp_path: Path, steps: int, commit: int
 ) -> None:
-    with attached(net("plain"), tmp_path / "a", budget=budget(tmp_path / "a", 3)) as session:
+    with attached(small_net("plain"), tmp_path / "a", budget=budget(tmp_path / "a", 3)) as session:
         plan = replace(session.plan, log_gradients=steps, commit=Interval(commit))
     with pytest.raises(ConfigError, match=f"log_gradients is {steps}, and commit is"):
-        attached(net("plain"), tmp_path / "b", budget=budget(tmp_path / "b", "auto"), plan=plan)
+        attached(
+            small_net("plain"), tmp_path / "b", budget=budget(tmp_path / "b", "auto"), plan=plan
+        )
 
 
 @pytest.mark.parametrize(
@@ -472,7 +480,7 @@ def test_refuses_what_does_not_go_with_a_log(
     given = {"log_gradients": 4, "host": "256MiB", "ssd": [tmp_path]}
     given |= {k: options.pop(k) for k in ("commit_every", "log_gradients") if k in options}
     with pytest.raises(ConfigError, match=words):
-        attached(net("plain"), tmp_path, budget=lohan.Budget(**given), **options)
+        attached(small_net("plain"), tmp_path, budget=lohan.Budget(**given), **options)
 
 
 SLOW_WRITES = Profile(
@@ -490,7 +498,7 @@ SLOW_WRITES = Profile(
 def test_the_planner_keeps_its_choice_when_a_run_replans_and_chooses_again_when_it_resumes(
     tmp_path: Path,
 ) -> None:
-    made, place = data(7, kind="llama"), tmp_path / "logged"
+    made, place = net_batches(7, kind="llama"), tmp_path / "logged"
     shared = {"clip": 0.5, "batch": made[0], "engine": memory_engine(), "micro_batch": 1}
 
     def trained(session: lohan.Session, batches: list[dict[str, torch.Tensor]]) -> None:
@@ -501,22 +509,22 @@ def test_the_planner_keeps_its_choice_when_a_run_replans_and_chooses_again_when_
         small = lohan.Budget(host="500KiB", ssd=[place], log_gradients=setting)
         return {**shared, "budget": small, "profile": SLOW_WRITES}
 
-    with attached(net("llama"), place, **chosen("auto")) as session:
+    with attached(small_net("llama"), place, **chosen("auto")) as session:
         steps = session.plan.log_gradients
         assert steps in LOG_CHOICES
         trained(session, made[:3])
         problem = session.context.problem(
-            session.context.options.fixed_by(session.plan), profile=MEASURED
+            session.context.options.fixed_by(session.plan), profile=fixed_profile()
         )
         session.follow(replace(make_plan(problem).plan, window=0))
         assert session.plan.log_gradients == steps
         trained(session, made[3:5])
-    with attached(net("llama"), place, resume=True, **chosen("auto")) as session:
+    with attached(small_net("llama"), place, resume=True, **chosen("auto")) as session:
         assert session.plan.log_gradients in LOG_CHOICES
         head_tokens = session.plan.head_tokens
         trained(session, made[5:])
         logged = stored_bytes(session)
-    with attached(net("llama"), tmp_path / "plain", overlap=False, **shared) as session:
+    with attached(small_net("llama"), tmp_path / "plain", overlap=False, **shared) as session:
         assert session.plan.head_tokens == head_tokens
         trained(session, made)
         assert stored_bytes(session) == logged

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from tests.support.small_models import assert_same, attached, master_weights, small_model
+from tests.support.models import assert_same, attached, master_weights, small_model
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])

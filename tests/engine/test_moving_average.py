@@ -17,10 +17,14 @@ from lohan.checkpoint.store_io import store_reader
 from lohan.errors import ConfigError, StoreError
 from lohan.model.state import state_format_of
 from lohan.planner.memory import MemoryModel
-from tests.support.architectures import data_of, model_of
-from tests.support.command_line import CONFIG, data_fixture, model_fixture  # noqa: F401 - fixtures
-from tests.support.delayed_runs import Tuning, tuned
-from tests.support.small_models import batches, loss_of, lr, master_weights, small_model
+from tests.support.architectures import architecture_batches, architecture_model
+from tests.support.delayed_runs import PlanTuning, tune_plans
+from tests.support.models import batches, loss_of, lr, master_weights, small_model
+from tests.support.training_runs import (
+    TINY_CONFIG,
+    data_fixture,  # noqa: F401 - a fixture
+    model_fixture,  # noqa: F401 - a fixture
+)
 
 
 @pytest.fixture
@@ -98,7 +102,7 @@ def test_no_bit_depends_on_overlap_or_chunks(name, tmp_path, monkeypatch):
     usual, _ = run(small_model("llama"), steps, tmp_path / "usual")
     if name == "other chunks":
         monkeypatch.setattr("lohan.engine.buffers.AVERAGED_PARAMETERS", 1000)
-        tuned(monkeypatch, Tuning())
+        tune_plans(monkeypatch, PlanTuning())
     result, _ = run(small_model("llama"), steps, tmp_path / "other", **options)
     assert all(torch.equal(result[n], usual[n]) for n in usual)
 
@@ -115,8 +119,8 @@ def test_resumed_run_has_the_same_moving_average(tmp_path):
 
 def test_experts_and_tensors_without_gradients_move_too(tmp_path):
     """Weights without a gradient stay, but their average still approaches them."""
-    net = model_of("mixtral")
-    result, expected = run(net, data_of("mixtral", 3), tmp_path)
+    net = architecture_model("mixtral")
+    result, expected = run(net, architecture_batches("mixtral", 3), tmp_path)
     assert all(torch.allclose(result[n], w, atol=1e-7, rtol=1e-6) for n, w in expected.items())
 
 
@@ -175,7 +179,7 @@ def test_the_command_line(cli, model, data, tmp_path):
     assert all(torch.equal(averaged[n], exported[n]) for n in tuned)
     assert any(not torch.equal(averaged[n], tuned[n]) for n in tuned)
     config = json.loads((out / "ema" / "config.json").read_text())
-    assert config["hidden_size"] == CONFIG.hidden_size
+    assert config["hidden_size"] == TINY_CONFIG.hidden_size
     plan = cli("plan", "--model", model, "--host", "64MiB", "--ema", 0.5)
     assert plan.code == 0 and "averaged weights" in plan.out, plan
     assert cli("train", *words, "--out", tmp_path / "plain").code == 0

@@ -13,8 +13,8 @@ from lohan.schedule.check import validate
 from lohan.schedule.ops import OPERATIONS, READ, STATE, WHOLE, Operation, Subject
 from lohan.schedule.simulate import ActionCosts, BytesPerParameter, SiteWork, StepWork, simulate
 from lohan.util.trace import Span
-from tests.support.delayed_runs import net
-from tests.support.small_models import attached
+from tests.support.delayed_runs import small_net
+from tests.support.models import attached
 
 SPEC = ScheduleSpec(sites=((0,),), chunks=(2,), slots=1, ring=1, window=1, grads=1)
 WORK = StepWork(
@@ -104,7 +104,7 @@ def test_engine_runs_and_traces_new_operation_by_one_branch(archive, tmp_path, m
         yield runner._ring.read(runner._groups[action.index], action.chunk, action.at[0])
 
     monkeypatch.setitem(ActionRunner._RUN, "Z", branch)
-    with attached(net("tied"), tmp_path) as session:
+    with attached(small_net("tied"), tmp_path) as session:
         lanes = session.executor.lanes
         lanes.enqueue(from_text("Z0.0@0"))
         lanes.wait_for("Z0.0")

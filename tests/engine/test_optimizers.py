@@ -19,8 +19,16 @@ from lohan.errors import ConfigError, StoreError
 from lohan.model.state import STATE_FORMATS, state_format_of
 from lohan.optim import MOMENTS, OPTIMIZERS, Optimizer
 from lohan.tools.reference import in_memory
-from tests.support.delayed_runs import Result, Tuning, data, memory_engine, net, train, tuned
-from tests.support.small_models import (
+from tests.support.delayed_runs import (
+    PlanTuning,
+    RunResult,
+    memory_engine,
+    net_batches,
+    small_net,
+    train_with_delays,
+    tune_plans,
+)
+from tests.support.models import (
     assert_close,
     attached,
     batches,
@@ -143,10 +151,10 @@ def run(
     steps=4,
     **options,
 ):
-    tuned(monkeypatch, tuning or Tuning())
-    return train(
-        net(kind, dtype=dtype),
-        data(steps, kind=kind, dtype=dtype),
+    tune_plans(monkeypatch, tuning or PlanTuning())
+    return train_with_delays(
+        small_net(kind, dtype=dtype),
+        net_batches(steps, kind=kind, dtype=dtype),
         place,
         seed=seed,
         clip=clip,
@@ -156,7 +164,7 @@ def run(
     )
 
 
-def check(one: Result, other: Result) -> None:
+def check(one: RunResult, other: RunResult) -> None:
     """Compare two results; without clipping, norms may be unknown."""
     replace(one, norms=[]).check(replace(other, norms=[]))
 
@@ -166,7 +174,7 @@ def test_gradient_modes_and_memory_change_nothing(name, moments, tmp_path, monke
     clip = 0.3 if moments == "bf16" else 0.0
     plain = run(name, moments, tmp_path / "plain", monkeypatch, overlap=False, clip=clip)
     for number, mode in enumerate(UPDATE_MODES):
-        tuning = Tuning(window=2, ring=1 + number % 3, cached=0.3 * (number % 2), spilled=0.5)
+        tuning = PlanTuning(window=2, ring=1 + number % 3, cached=0.3 * (number % 2), spilled=0.5)
         place, seed = tmp_path / mode, None if number % 2 else number
         more = {"mode": mode, "tuning": tuning, "clip": clip, "seed": seed}
         check(plain, run(name, moments, place, monkeypatch, **more))
@@ -202,7 +210,7 @@ def test_threads_instructions_and_chunks_change_nothing(name, moments, tmp_path,
             _core.set_isa(_core.supported_isas()[-1 if number else 0])
             _core.set_threads(1 + number)
             if number == 2:
-                tuned(monkeypatch, Tuning())
+                tune_plans(monkeypatch, PlanTuning())
             model, place = small_model("llama"), tmp_path / str(number)
             with attached(model, place, optimizer=optimizer_with(name, moments)) as session:
                 sizes.add(session.plan.chunk_params)
@@ -232,11 +240,11 @@ def test_resume_goes_on_with_the_same_bits(name, moments, tmp_path):
 
 def test_a_tensor_without_a_gradient_stays_as_it_is(tmp_path, monkeypatch):
     """Its state too: it misses the update, and its next one counts as the one it missed."""
-    tuned(monkeypatch, Tuning())
-    rows = data(4, kind="plain", still={1: 2})
+    tune_plans(monkeypatch, PlanTuning())
+    rows = net_batches(4, kind="plain", still={1: 2})
     results = [
-        train(
-            net("plain"),
+        train_with_delays(
+            small_net("plain"),
             rows,
             tmp_path / mode,
             optimizer=optimizer_with("adamw", "int8"),

@@ -6,7 +6,7 @@ import pytest
 
 import lohan
 from lohan.errors import ConfigError
-from tests.support.small_models import attached, batches, small_model
+from tests.support.models import attached, batches, small_model
 
 
 def test_attach_accepts_policy_fields_as_keywords(tmp_path):

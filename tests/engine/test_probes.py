@@ -32,12 +32,12 @@ from lohan.errors import ConfigError, LohanError, StoreError
 from lohan.model.shapes import gpt_shape
 from lohan.planner import presets
 from lohan.util.units import GiB, MiB
-from tests.support.quick_profile import SIZES, TINY
+from tests.support.models import PROBE_SIZES, QUICK_EFFORT
 
 
 def test_a_profile_has_every_figure_and_leaves_nothing_behind(tmp_path):
     seen: list[tuple[str, int, int]] = []
-    result = profile([tmp_path], progress=lambda *step: seen.append(step), effort=TINY)
+    result = profile([tmp_path], progress=lambda *step: seen.append(step), effort=QUICK_EFFORT)
     assert [tokens for tokens, _ in result.compute] == [4, 16]
     assert [tokens for tokens, _ in result.backward] == [4, 16]
     figures = [rate for _, rate in (*result.compute, *result.backward)]
@@ -61,7 +61,9 @@ def test_device_is_measured_through_its_interface(tmp_path):
     """
     device = EmulatedDevice(256 * MiB, h2d=2e8, d2h=1e8, flops=1e9)
     try:
-        result = profile([tmp_path], effort=replace(TINY, link_bytes=8 * MiB), device=device)
+        result = profile(
+            [tmp_path], effort=replace(QUICK_EFFORT, link_bytes=8 * MiB), device=device
+        )
     finally:
         device.close()
     assert result.device == "emulated" and result.has_link
@@ -78,18 +80,18 @@ def test_folders_of_one_drive_do_not_add_up(tmp_path):
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
         folder.mkdir()
-    result = profile(folders, effort=TINY)
+    result = profile(folders, effort=QUICK_EFFORT)
     assert [drive.name for drive in result.drives] == list(map(str, folders))
     assert result.ssd_limit < sum(drive.mixed for drive in result.drives)
 
 
 def test_profiles_a_machine_without_drives():
-    result = profile([], effort=TINY)
+    result = profile([], effort=QUICK_EFFORT)
     assert result.drives == () and result.io_share == 0 and result.ssd_limit == 0
 
 
 def test_a_slow_machine_measures_fewer_points():
-    result = profile([], effort=replace(TINY, compute_seconds=0.0))
+    result = profile([], effort=replace(QUICK_EFFORT, compute_seconds=0.0))
     assert [tokens for tokens, _ in result.compute] == [4]
 
 
@@ -105,12 +107,12 @@ def test_blocks_that_the_device_cannot_hold_are_left_out(fits, monkeypatch):
 
     monkeypatch.setattr(BlockProbe, "forward_s", limited)
     if fits:
-        result = profile([], effort=TINY)
+        result = profile([], effort=QUICK_EFFORT)
         assert [tokens for tokens, _ in result.compute] == [4]
         assert [tokens for tokens, _ in result.backward] == [4]
     else:
         with pytest.raises(LohanError, match=r"4 tokens does not fit into .* --device-memory"):
-            profile([], effort=TINY)
+            profile([], effort=QUICK_EFFORT)
 
 
 def test_a_probe_that_does_not_end_is_an_error(monkeypatch):
@@ -125,11 +127,11 @@ def test_a_probe_that_does_not_end_is_an_error(monkeypatch):
 
 def test_a_missing_folder_is_named(tmp_path):
     with pytest.raises(ConfigError, match="nowhere: no such folder"):
-        profile([tmp_path / "nowhere"], effort=TINY)
+        profile([tmp_path / "nowhere"], effort=QUICK_EFFORT)
 
 
 def test_a_drive_without_room_is_refused_and_left_clean(tmp_path):
-    effort = replace(TINY, drive_bytes=3 * 2**50, chunk_bytes=2**50)
+    effort = replace(QUICK_EFFORT, drive_bytes=3 * 2**50, chunk_bytes=2**50)
     with pytest.raises(StoreError, match=r"the store needs 6144\.00 TiB .* are free there"):
         profile([tmp_path], effort=effort)
     assert list(tmp_path.iterdir()) == []
@@ -149,9 +151,9 @@ def test_flops_of_the_probe_block_equal_those_executed():
 
 def test_the_block_is_causal():
     """A later token changes nothing before it: the attention is that of a language model."""
-    probe = BlockProbe(SIZES)
+    probe = BlockProbe(PROBE_SIZES)
     weights = next(probe._weights)
-    x = torch.randn(1, 6, SIZES.hidden)
+    x = torch.randn(1, 6, PROBE_SIZES.hidden)
     changed = x.clone()
     changed[0, -1] += 1
     before, after = probe.run(x, weights), probe.run(changed, weights)
@@ -203,7 +205,7 @@ def test_main_memory_is_what_slows_down_under_load():
 def test_both_links_are_busy_while_updates_run():
     device = EmulatedDevice(64 * MiB, h2d=1e9, d2h=1e9)
     try:
-        alone, shared = under_load(device, SIZES, size=MiB, seconds=0.02)
+        alone, shared = under_load(device, PROBE_SIZES, size=MiB, seconds=0.02)
         with busy_links(device, size=MiB) as moved:
             while moved() < 3 * MiB:
                 time.sleep(0.001)
@@ -227,7 +229,7 @@ def test_blocks_are_as_wide_as_those_of_the_model():
     probe_flops = 2 * (4 * sizes.hidden**2 + 3 * sizes.hidden * sizes.inner)
     assert probe_flops == pytest.approx(model.blocks[0].flops, rel=1e-3)
     small = gpt_shape(2, 4, 64, vocabulary=96, positions=64)
-    result = profile([], model=small, effort=replace(TINY, sizes=Sizes.of(small)))
+    result = profile([], model=small, effort=replace(QUICK_EFFORT, sizes=Sizes.of(small)))
     assert result.block_width == 64
     with pytest.raises(ConfigError, match=r"llama-3-8b.*more than half of .*leave --model out"):
         effort_for(EmulatedDevice(256 * MiB), model)

@@ -26,7 +26,7 @@ from lohan.errors import ConfigError
 from lohan.model.machine import Profile
 from lohan.planner.presets import machine as machine_of
 from lohan.util import memory
-from tests.support.quick_profile import TINY
+from tests.support.models import QUICK_EFFORT
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,7 @@ class Measure:
 
     def __call__(self, folders) -> Profile:
         self.count += 1
-        return profile(folders, effort=TINY)
+        return profile(folders, effort=QUICK_EFFORT)
 
 
 def test_second_profile_comes_from_the_cache(ssd):
@@ -173,12 +173,12 @@ def test_the_command_measures_at_the_width_of_a_model(ssd, lohan, monkeypatch):
 
     def tiny(device, model=None):
         requests.append(model)
-        return TINY
+        return QUICK_EFFORT
 
     monkeypatch.setattr("lohan.engine.probes.effort_for", tiny)
     ended = lohan("profile", "--ssd", ssd, "--device", "cpu", "--model", "llama-3-8b")
     assert ended.code == 0, ended
     assert requests[0].hidden == 4096
-    assert f"a block of {TINY.sizes.hidden} features" in ended.out
+    assert f"a block of {QUICK_EFFORT.sizes.hidden} features" in ended.out
     refused = lohan("profile", "--ssd", ssd, "--device", "cpu", "--model", "lama-3-8b")
     assert refused.code == 2 and "llama-3-8b" in refused.err

@@ -20,8 +20,8 @@ from lohan.device.emulated import EmulatedDevice
 from lohan.planner.planner import Planned, PlanProblem, closed_form_plan
 from lohan.schedule.actions import Action
 from lohan.util.units import MiB
-from tests.support.delayed_runs import Tuning, data, memory_engine, net, tuned
-from tests.support.small_models import attached, stored_bytes
+from tests.support.delayed_runs import PlanTuning, memory_engine, net_batches, small_net, tune_plans
+from tests.support.models import attached, stored_bytes
 
 LATE_S = 0.004
 LANES = ["compute", "h2d", "d2h", "ssd", "optimizer"]
@@ -69,12 +69,12 @@ def outcome(
 
 def net_run(clip: float, mode: str, late: str | None, **options: Any) -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        tuning = Tuning(window=2, slots=1, ring=2, grads=1, device_slots=1)
+        tuning = PlanTuning(window=2, slots=1, ring=2, grads=1, device_slots=1)
         if clip:  # one ring buffer; some chunks whose state is not read before their update
             tuning = replace(tuning, ring=1, spilled=0.6, cached=0.4)
-        tuned(patch, tuning)
-        dataset = data(STEPS, kind="tied")
-        return outcome(net("tied"), dataset, late, clip=clip, update_mode=mode, **options)
+        tune_plans(patch, tuning)
+        dataset = net_batches(STEPS, kind="tied")
+        return outcome(small_net("tied"), dataset, late, clip=clip, update_mode=mode, **options)
 
 
 @cache
@@ -116,11 +116,11 @@ def keeping(patch: pytest.MonkeyPatch) -> None:
 
 
 def keeping_run(clip: float, late: str | None, **options: Any) -> Any:
-    dataset = data(STEPS)
+    dataset = net_batches(STEPS)
     with pytest.MonkeyPatch.context() as patch:
         keeping(patch)
         return outcome(
-            net(),
+            small_net(),
             dataset,
             late,
             batch=dataset[0],
@@ -148,7 +148,7 @@ def test_delayed_lanes_change_no_activation(late):
 
 def skipping_run(**options: Any) -> Any:
     """Drop a forward in the second step, so that the third expects two forwards."""
-    dataset, model = data(STEPS, kind="gpt2"), net("gpt2")
+    dataset, model = net_batches(STEPS, kind="gpt2"), small_net("gpt2")
     with TemporaryDirectory() as place, attached(model, Path(place), **options) as session:
         if session.context.device.has_own_memory:
             make_late(session, "compute")
@@ -168,6 +168,6 @@ def test_skipped_forward_waits_for_compute(monkeypatch):
     The embedding is tied to the head, so the second forward finds it in the slot in which the head
     still computes, and the load that follows in this slot waits for the second forward.
     """
-    tuned(monkeypatch, Tuning(window=2, device_slots=1))
+    tune_plans(monkeypatch, PlanTuning(window=2, device_slots=1))
     serial = skipping_run(engine=memory_engine(), overlap=False)
     assert skipping_run(engine=memory_engine(), device=EmulatedDevice(64 * MiB)) == serial

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.small_models import (
+from tests.support.models import (
     attached,
     batches,
     decay_groups,

@@ -23,10 +23,9 @@ from lohan.planner.forecast import profile_of_step
 from lohan.schedule.simulate import BytesPerParameter, SiteWork, StepWork
 from lohan.train import trainer
 from lohan.util.trace import Span
-from tests.support import replan_at_once
-from tests.support.model_families import save_model
-from tests.support.recording_display import Watch
-from tests.support.small_models import attached, batches, small_model
+from tests.support import process_hooks
+from tests.support.models import attached, batches, save_model, small_model
+from tests.support.training_runs import RecordingDisplay
 
 BLOCK = SiteWork(forward_flops=100.0, recompute_flops=80.0, tokens=8)
 HEAD = SiteWork(forward_flops=10.0, recompute_flops=0.0, tokens=8, head=True, at_once=True)
@@ -153,7 +152,7 @@ def watched(
 ) -> tuple[list[float], list[str], list[str]]:
     """Return losses, notes about new plans, and all notes."""
     given = {**inputs, "out": out, **{f"train.{key}": value for key, value in changes.items()}}
-    shown = Watch()
+    shown = RecordingDisplay()
     trainer.train(load_config(None, overrides=given), shown)
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, 9))
@@ -196,7 +195,7 @@ def test_user_loop_replans_by_calling_session_replan(accumulated, tmp_path, monk
         if overlap:
             for name in ("make_plan", "REPLAN_SPEEDUP"):  # put back at the end
                 monkeypatch.setattr(replan, name, getattr(replan, name))
-            replan_at_once.always()
+            process_hooks.replan_at_once()
         model, run_losses = small_model("llama"), losses.setdefault(overlap, [])
         with attached(
             model, tmp_path / str(overlap), batch=data[0], activations="holistic", overlap=overlap

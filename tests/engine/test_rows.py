@@ -10,7 +10,7 @@ from torch import nn
 
 import lohan
 from lohan.errors import BudgetError
-from tests.support.small_models import attached, plain_run
+from tests.support.models import attached, plain_run
 
 WIDTH = 16
 

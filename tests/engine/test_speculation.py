@@ -10,36 +10,34 @@ import torch
 
 from lohan.device.emulated import EmulatedDevice
 from lohan.util.units import MiB
-from tests.support import forked_ranks
+from tests.support import forked_commands, ranks
 from tests.support.delayed_runs import (
-    Result,
-    Tuning,
+    CROSSING_SCALES,
+    DROPOUT_CASE,
+    HALF_CASE,
+    LLAMA_CASE,
+    PLAIN_CASE,
+    SEVERAL_CASE,
+    TIED_CASE,
+    PlanTuning,
+    RunResult,
+    SpeculationCase,
     delay_lanes,
     memory_engine,
-    tuned,
+    tune_plans,
 )
-from tests.support.setting_grids import thinned
-from tests.support.small_models import attached, stored_bytes
-from tests.support.speculation_cases import (
-    CROSSING,
-    DROPS,
-    HALF,
-    LLAMA,
-    PLAIN,
-    SEVERAL,
-    TIED,
-    Case,
-)
-from tests.support.tiny_run import arguments, write_inputs
+from tests.support.forked_commands import tiny_arguments, write_tiny_inputs
+from tests.support.generated_cases import thinned
+from tests.support.models import attached, stored_bytes
 
 HELD, KEPT, REDONE = (0, 0), (1, 0), (1, 1)
 EXPECTED = [HELD, KEPT, REDONE, HELD, KEPT, REDONE, HELD, KEPT, KEPT, REDONE, HELD, HELD]
 
 
 def check(
-    case: Case,
+    case: SpeculationCase,
     place: Path,
-    tuning: Tuning,
+    tuning: PlanTuning,
     *,
     rerun: bool,
     seed: int = 3,
@@ -56,7 +54,7 @@ def check(
     losses, norms, counts = [], [], []
     options.setdefault("engine", memory_engine())
     with pytest.MonkeyPatch.context() as patch:
-        tuned(patch, replace(tuning, most_clipped=share))
+        tune_plans(patch, replace(tuning, most_clipped=share))
         model = case.model()
         session = attached(
             model, place, clip=limit, micro_batch=case.micro_batch, run_again=rerun, **options
@@ -81,7 +79,7 @@ def check(
             counts.append(
                 tuple(actual[key] for key in ("speculated", "rolled_back") if key in actual)
             )
-        Result(losses, norms, stored_bytes(session), executor.train_state).check(expected)
+        RunResult(losses, norms, stored_bytes(session), executor.train_state).check(expected)
         assert counts == ways
         assert not executor.runner.pending.on_host
 
@@ -90,20 +88,20 @@ def check(
     ("case", "tuning", "rerun"),
     thinned(
         [
-            (PLAIN, Tuning(cached=0.4, spilled=0.0), False),
-            (TIED, Tuning(cached=1.0, spilled=0.0), False),
-            (SEVERAL, Tuning(cached=0.0, spilled=0.0, ring=1, slots=0, window=0), False),
-            (LLAMA, Tuning(cached=0.4, spilled=0.0, own_thread=True), False),
-            (DROPS, Tuning(cached=0.4, spilled=0.0), False),
-            (HALF, Tuning(cached=0.4, spilled=0.0), False),
-            (PLAIN, Tuning(cached=0.4, own_thread=True), True),
-            (TIED, Tuning(cached=0.0, ring=3, grads=2), True),
-            (SEVERAL, Tuning(cached=1.0, spilled=0.5), True),
-            (LLAMA, Tuning(cached=0.4), True),
-            (DROPS, Tuning(cached=0.4), True),
-            (HALF, Tuning(cached=0.4, own_thread=True), True),
-            (DROPS, Tuning(spilled=0.5), True),
-            (HALF, Tuning(spilled=0.5), True),
+            (PLAIN_CASE, PlanTuning(cached=0.4, spilled=0.0), False),
+            (TIED_CASE, PlanTuning(cached=1.0, spilled=0.0), False),
+            (SEVERAL_CASE, PlanTuning(cached=0.0, spilled=0.0, ring=1, slots=0, window=0), False),
+            (LLAMA_CASE, PlanTuning(cached=0.4, spilled=0.0, own_thread=True), False),
+            (DROPOUT_CASE, PlanTuning(cached=0.4, spilled=0.0), False),
+            (HALF_CASE, PlanTuning(cached=0.4, spilled=0.0), False),
+            (PLAIN_CASE, PlanTuning(cached=0.4, own_thread=True), True),
+            (TIED_CASE, PlanTuning(cached=0.0, ring=3, grads=2), True),
+            (SEVERAL_CASE, PlanTuning(cached=1.0, spilled=0.5), True),
+            (LLAMA_CASE, PlanTuning(cached=0.4), True),
+            (DROPOUT_CASE, PlanTuning(cached=0.4), True),
+            (HALF_CASE, PlanTuning(cached=0.4, own_thread=True), True),
+            (DROPOUT_CASE, PlanTuning(spilled=0.5), True),
+            (HALF_CASE, PlanTuning(spilled=0.5), True),
         ],
         0,
         2,
@@ -124,21 +122,21 @@ def test_speculative_updates_have_the_bits_of_waiting(case, tuning, rerun, tmp_p
 @pytest.mark.parametrize("rerun", [False, True])
 @pytest.mark.parametrize("mode", ["naive", "balanced"])
 def test_speculative_updates_on_a_device_have_the_bits_of_waiting(mode, rerun, tmp_path):
-    tuning = Tuning(cached=0.2, spilled=float(rerun), device_slots=1)
+    tuning = PlanTuning(cached=0.2, spilled=float(rerun), device_slots=1)
     device = EmulatedDevice(64 * MiB)
-    check(TIED, tmp_path, tuning, rerun=rerun, update_mode=mode, device=device)
+    check(TIED_CASE, tmp_path, tuning, rerun=rerun, update_mode=mode, device=device)
 
 
 @pytest.mark.parametrize(
     ("share", "ways"),
     [
-        (-0.1, [HELD] * len(CROSSING)),
+        (-0.1, [HELD] * len(CROSSING_SCALES)),
         (0.0, [HELD, KEPT, REDONE, *[HELD] * 9]),
         (0.5, [*EXPECTED[:-1], HELD]),
     ],
 )
 def test_the_plan_says_how_many_steps_may_be_clipped(share, ways, tmp_path):
-    check(PLAIN, tmp_path, Tuning(spilled=0.0), rerun=False, share=share, ways=ways)
+    check(PLAIN_CASE, tmp_path, PlanTuning(spilled=0.0), rerun=False, share=share, ways=ways)
 
 
 # -- whole runs -----------------------------------------------------------------------------------
@@ -146,7 +144,7 @@ def test_the_plan_says_how_many_steps_may_be_clipped(share, ways, tmp_path):
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_inputs(tmp_path_factory.mktemp("inputs"))
+    return write_tiny_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.mark.parametrize(
@@ -163,9 +161,9 @@ def test_speculation_with_adapters_or_ranks_changes_no_bit(world, more, forge, i
     for way in ("--overlap", "--no-overlap"):
         out = tmp_path / way
         given = ("--steps", 10, "--schedule", "constant", "--lr", "1e-2", *more, way)
-        ended = forked_ranks.run(forge, world, "train", *arguments(inputs, out, *given))
-        assert [one.code for one in ended] == [0] * world, forked_ranks.errors_of(ended)
-        created[way] = forked_ranks.rows(out), exported(out)
+        ended = ranks.run_ranks(forge, world, "train", *tiny_arguments(inputs, out, *given))
+        assert [one.code for one in ended] == [0] * world, ranks.errors_of_ranks(ended)
+        created[way] = forked_commands.metrics_rows(out), exported(out)
     rows, weights = created["--overlap"]
     assert (
         sum(row["rolled_back"] for row in rows) == 2 and sum(row["speculated"] for row in rows) > 4

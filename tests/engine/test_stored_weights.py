@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 import lohan
 from lohan.checkpoint.replacing import SAVED, SAVED_MARK, joining, replacing
 from lohan.util.memory import host_memory_bytes
-from tests.support.kept_files import tree
-from tests.support.small_models import batches, small_model
+from tests.support.models import batches, small_model
+from tests.support.stores import file_digests
 
 
 def attached(model: nn.Module, place: Path, *, lr: float = 1e-2, **options: Any) -> lohan.Session:
@@ -161,11 +161,11 @@ def test_files_of_the_user_are_kept(foreign, tmp_path):
         (saved / "model.safetensors").symlink_to(tmp_path / "precious")
     else:
         (saved / foreign).write_text("mine")
-    before = tree(tmp_path)
+    before = file_digests(tmp_path)
     with attached(model, tmp_path / "ssd"):
         with pytest.raises(lohan.LohanError, match=r"did not save there .*give another folder"):
             model.save_pretrained(saved)
-        assert before.items() <= tree(tmp_path).items()
+        assert before.items() <= file_digests(tmp_path).items()
         assert len(list(saved.iterdir())) == 1
         model.save_pretrained(tmp_path / "other")
         (tmp_path / "other" / "model.safetensors").write_text("edited")
@@ -180,11 +180,11 @@ def test_model_card_of_the_user_is_kept(tmp_path):
     (tmp_path / "saved").mkdir()
     (tmp_path / "saved" / "README.md").write_text("mine")
     (tmp_path / "saved" / "model.safetensors").write_text("the base's, which no adapter replaces")
-    before = tree(tmp_path / "saved")
+    before = file_digests(tmp_path / "saved")
     with attached(model, tmp_path / "ssd"):
         for _ in range(2):
             model.save_pretrained(tmp_path / "saved")
-    assert before.items() <= tree(tmp_path / "saved").items()
+    assert before.items() <= file_digests(tmp_path / "saved").items()
     peft.PeftModel.from_pretrained(small_model("llama"), tmp_path / "saved")
 
 

@@ -17,7 +17,7 @@ from lohan.device.emulated import EmulatedDevice
 from lohan.errors import ConfigError
 from lohan.planner import planner
 from lohan.util.units import MiB
-from tests.support.small_models import attached, batches, loss_of, master_weights, small_model
+from tests.support.models import attached, batches, loss_of, master_weights, small_model
 
 LONG = 2048
 

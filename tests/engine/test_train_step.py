@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from lohan.errors import ConfigError
-from tests.support.delayed_runs import Tuning, data, net, tuned
-from tests.support.small_models import attached, stored_bytes
+from tests.support.delayed_runs import PlanTuning, net_batches, small_net, tune_plans
+from tests.support.models import attached, stored_bytes
 
 STEPS, LIMIT = 5, 0.5
 
@@ -21,9 +21,9 @@ def run(place: Path, *, own_loop: bool, **options: Any) -> tuple[list[float], An
     losses, again = [], 0
     # The first steps are not clipped, so that the third speculates, and is clipped.
     scales = (1e-3, 1e-3, 1.0, 1e-3, 1.0)
-    with attached(net("tied", dropout=0.1), place, clip=LIMIT, **options) as session:
+    with attached(small_net("tied", dropout=0.1), place, clip=LIMIT, **options) as session:
         torch.manual_seed(3)
-        for batch, scale in zip(data(STEPS), scales, strict=True):
+        for batch, scale in zip(net_batches(STEPS), scales, strict=True):
             calls = []
 
             def loss(batch: dict[str, torch.Tensor], scale=scale, calls=calls) -> torch.Tensor:
@@ -44,17 +44,17 @@ def run(place: Path, *, own_loop: bool, **options: Any) -> tuple[list[float], An
 
 
 def test_a_step_that_has_to_be_run_again_gives_the_same_bits(tmp_path, monkeypatch):
-    tuned(monkeypatch, Tuning(spilled=0.0))
+    tune_plans(monkeypatch, PlanTuning(spilled=0.0))
     wanted = run(tmp_path / "plain", own_loop=True, overlap=False)
-    tuned(monkeypatch, Tuning(spilled=1.0))
+    tune_plans(monkeypatch, PlanTuning(spilled=1.0))
     losses, stored, again = run(tmp_path / "again", own_loop=False, run_again=True)
     assert (losses, stored) == wanted[:2]
     assert again == 2
 
 
 def test_an_output_without_a_loss_is_refused(tmp_path):
-    with attached(net("tied"), tmp_path) as session:
-        (batch,) = data(1)
+    with attached(small_net("tied"), tmp_path) as session:
+        (batch,) = net_batches(1)
         session.model.forward = lambda **_: SimpleNamespace(loss=None)
         with pytest.raises(ConfigError, match="is not a loss and has none"):
             session.train_step(batch)

@@ -16,8 +16,9 @@ import lohan
 from lohan.device.emulated import EmulatedDevice
 from lohan.errors import ConfigError, ModelError
 from lohan.util.units import MiB
-from tests.support.delayed_runs import data, net
-from tests.support.small_models import (
+from tests.support.architectures import MODULE_WIDTH, Plain, StepOutput
+from tests.support.delayed_runs import net_batches, small_net
+from tests.support.models import (
     assert_close,
     assert_same,
     attached,
@@ -25,7 +26,6 @@ from tests.support.small_models import (
     master_weights,
     plain_run,
 )
-from tests.support.unusual_modules import WIDTH, Plain, Step
 
 
 @contextmanager
@@ -34,7 +34,7 @@ def opened(place: Path, *, device: bool = False, **options: Any) -> Iterator[loh
     budget = lohan.Budget(host="64MiB", ssd=[place])
     if device:
         options["device"] = EmulatedDevice(64 * MiB)
-    with attached(net(), place, budget=budget, **options) as session:
+    with attached(small_net(), place, budget=budget, **options) as session:
         yield session
 
 
@@ -43,7 +43,7 @@ def opened(place: Path, *, device: bool = False, **options: Any) -> Iterator[loh
 
 @pytest.mark.parametrize("options", [{}, {"device": True}, {"micro_batch": 2}, {"tiles": 4}])
 def test_inference_mode_before_the_first_step(options: dict[str, Any], tmp_path: Path) -> None:
-    batches, weights = data(2), []
+    batches, weights = net_batches(2), []
     for evaluates in (False, True):
         with opened(tmp_path / str(evaluates), **options) as session, warnings.catch_warnings():
             warnings.simplefilter("error", RuntimeWarning)  # trials must not fail
@@ -58,7 +58,7 @@ def test_inference_mode_before_the_first_step(options: dict[str, Any], tmp_path:
 
 def test_evaluation_between_steps_of_two_forwards(tmp_path: Path) -> None:
     """The evaluation is expected to run the blocks as often as a step does, and does not."""
-    batches, weights = data(6), []
+    batches, weights = net_batches(6), []
     for evaluates in (False, True):
         with opened(tmp_path / str(evaluates), device=True) as session:
             for first, second in zip(batches[::2], batches[1::2], strict=True):
@@ -80,7 +80,11 @@ class Part(nn.Sequential):
     last_shape: tuple[int, ...] = ()
 
     def __init__(self) -> None:
-        super().__init__(nn.Linear(WIDTH, 4 * WIDTH), nn.Tanh(), nn.Linear(4 * WIDTH, WIDTH))
+        super().__init__(
+            nn.Linear(MODULE_WIDTH, 4 * MODULE_WIDTH),
+            nn.Tanh(),
+            nn.Linear(4 * MODULE_WIDTH, MODULE_WIDTH),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         Part.last_shape = tuple(x.shape)
@@ -104,7 +108,8 @@ class Failing(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("options", "shape"), [({"micro_batch": 2}, (2, 5, WIDTH)), ({"tiles": 4}, (4, 1, WIDTH))]
+    ("options", "shape"),
+    [({"micro_batch": 2}, (2, 5, MODULE_WIDTH)), ({"tiles": 4}, (4, 1, MODULE_WIDTH))],
 )
 @pytest.mark.parametrize("failures", [1, 100])
 def test_an_error_in_the_first_call_is_raised(
@@ -129,7 +134,7 @@ def test_an_error_in_the_first_call_is_raised(
 # -- gradients inside a forward -------------------------------------------------------------------
 
 
-class Forces(Step):
+class Forces(StepOutput):
     """A model that adds the gradient of an energy, as models of atoms do."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -178,7 +183,7 @@ class Normed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.part = nn.BatchNorm1d(WIDTH), Part()
+        self.norm, self.part = nn.BatchNorm1d(MODULE_WIDTH), Part()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.part(self.norm(x.transpose(1, 2)).transpose(1, 2))

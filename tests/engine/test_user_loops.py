@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 import lohan
 from lohan.errors import LohanError, StorageIOError
 from lohan.store.io_engine import open_engine
-from tests.support.memory_engine import MemoryEngine
-from tests.support.small_models import (
+from tests.support.models import (
     assert_close,
     assert_same,
     attached,
@@ -26,6 +25,7 @@ from tests.support.small_models import (
     small_model,
     stored_bytes,
 )
+from tests.support.stores import MemoryEngine
 
 
 def custom_run(model, loop):

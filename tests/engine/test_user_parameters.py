@@ -17,7 +17,8 @@ from torch.nn.utils import prune
 import lohan
 from lohan.engine import user_code
 from lohan.errors import ConfigError, LohanError, ModelError
-from tests.support.small_models import (
+from tests.support.architectures import MODULE_WIDTH, Plain
+from tests.support.models import (
     assert_close,
     attached,
     batches,
@@ -27,7 +28,6 @@ from tests.support.small_models import (
     master_weights,
     small_model,
 )
-from tests.support.unusual_modules import WIDTH, Plain
 
 DATA = Plain.data(4)
 
@@ -37,7 +37,7 @@ class Gained(Plain):
 
     def __init__(self) -> None:
         super().__init__()
-        self.gain = nn.Parameter(torch.full((WIDTH,), 1.1))
+        self.gain = nn.Parameter(torch.full((MODULE_WIDTH,), 1.1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x * self.gain)

@@ -15,8 +15,8 @@ import lohan
 from lohan.device.emulated import EmulatedDevice
 from lohan.errors import LohanError
 from lohan.util.units import MiB
-from tests.support.delayed_runs import data, net
-from tests.support.small_models import assert_same, attached, master_weights
+from tests.support.delayed_runs import net_batches, small_net
+from tests.support.models import assert_same, attached, master_weights
 
 STEPS = 5
 
@@ -47,14 +47,14 @@ def broken_inside(block: nn.Module) -> Iterator[None]:
 def on_device(place: Path) -> Iterator[lohan.Session]:
     device = EmulatedDevice(64 * MiB)
     budget = lohan.Budget(host="64MiB", ssd=[place])
-    with attached(net(), place, budget=budget, device=device) as session:
+    with attached(small_net(), place, budget=budget, device=device) as session:
         yield session
 
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     with on_device(tmp_path_factory.mktemp("undisturbed")) as session:
-        for batch in data(STEPS):
+        for batch in net_batches(STEPS):
             session.model(**batch).backward()
         return master_weights(session)
 
@@ -64,7 +64,7 @@ def test_blocks_learn_on_after_an_error_in_backward(
     failing: int, tmp_path: Path, expected: dict[str, torch.Tensor]
 ) -> None:
     with on_device(tmp_path) as session:
-        for step, batch in enumerate(data(STEPS)):
+        for step, batch in enumerate(net_batches(STEPS)):
             if step == failing:
                 failed = session.model(**batch)
                 with broken_inside(session.model.blocks[1]), pytest.raises(Broken):
@@ -79,7 +79,7 @@ def test_a_loss_that_is_kept_without_its_backward(
     tmp_path: Path, expected: dict[str, torch.Tensor]
 ) -> None:
     with on_device(tmp_path) as session:
-        for step, batch in enumerate(data(STEPS)):
+        for step, batch in enumerate(net_batches(STEPS)):
             if step == 1:
                 kept = session.model(**batch)
             session.model(**batch).backward()

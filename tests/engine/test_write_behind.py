@@ -15,23 +15,30 @@ import pytest
 from lohan.device.emulated import EmulatedDevice
 from lohan.schedule.ops import Op
 from lohan.util.units import MiB
-from tests.support.delayed_runs import Result, Tuning, data, net, train, tuned
-from tests.support.small_models import attached, stored_bytes
+from tests.support.delayed_runs import (
+    PlanTuning,
+    RunResult,
+    net_batches,
+    small_net,
+    train_with_delays,
+    tune_plans,
+)
+from tests.support.models import attached, stored_bytes
 
 STEPS = 6
 CLIP = 1e-3  # far below every norm
-PARTLY = Tuning(cached=0.5, spilled=0.5)
+PARTLY = PlanTuning(cached=0.5, spilled=0.5)
 
 
-def plain(rows, kind="plain") -> Result:
+def plain(rows, kind="plain") -> RunResult:
     with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as place:
-        tuned(patch, Tuning())
-        return train(net(kind), rows, Path(place), overlap=False, clip=CLIP)
+        tune_plans(patch, PlanTuning())
+        return train_with_delays(small_net(kind), rows, Path(place), overlap=False, clip=CLIP)
 
 
 @pytest.fixture(scope="module")
-def expected() -> Result:
-    return plain(data(STEPS))
+def expected() -> RunResult:
+    return plain(net_batches(STEPS))
 
 
 def phases_of(session) -> list[list[str]]:
@@ -44,10 +51,10 @@ def phases_of(session) -> list[list[str]]:
         phases.append([action.name for action in schedule])
         enqueue(schedule, scalars)
 
-    for row in data(2):  # the first is scheduled on demand
+    for row in net_batches(2):  # the first is scheduled on demand
         session.model(**row).backward()
     lanes.enqueue = enqueued
-    for row in data(STEPS)[2:]:
+    for row in net_batches(STEPS)[2:]:
         session.model(**row).backward()
     session.flush()
     lanes.enqueue = enqueue
@@ -58,8 +65,8 @@ def phases_of(session) -> list[list[str]]:
 def test_writes_run_beside_backward_and_the_commit_behind_them(
     spilled, expected, tmp_path, monkeypatch
 ):
-    tuned(monkeypatch, Tuning(cached=0.5, spilled=spilled))
-    model = net()
+    tune_plans(monkeypatch, PlanTuning(cached=0.5, spilled=spilled))
+    model = small_net()
     with attached(model, tmp_path, clip=CLIP) as session:
         spec = session.executor.spec
         everything = {f"W{g}.{c}" for g, count in enumerate(spec.chunks) for c in range(count)}
@@ -88,41 +95,46 @@ def test_writes_run_beside_backward_and_the_commit_behind_them(
     ("tuning", "device"),
     [
         (PARTLY, False),
-        (Tuning(cached=1.0, spilled=1.0, own_thread=True), False),
-        (Tuning(cached=0.3, spilled=0.0, ring=1, slots=0, window=0), False),
-        (Tuning(cached=0.5, spilled=0.5, device_slots=1), True),
-        (Tuning(cached=0.3, spilled=0.0, slots=1, device_slots=2, device_grads=2), True),
+        (PlanTuning(cached=1.0, spilled=1.0, own_thread=True), False),
+        (PlanTuning(cached=0.3, spilled=0.0, ring=1, slots=0, window=0), False),
+        (PlanTuning(cached=0.5, spilled=0.5, device_slots=1), True),
+        (PlanTuning(cached=0.3, spilled=0.0, slots=1, device_slots=2, device_grads=2), True),
     ],
 )
 def test_same_bits_on_late_lanes(tuning, device, expected, tmp_path, monkeypatch):
-    tuned(monkeypatch, tuning)
+    tune_plans(monkeypatch, tuning)
     more = {"device": EmulatedDevice(64 * MiB)} if device else {}
-    train(net(), data(STEPS), tmp_path, seed=7, clip=CLIP, **more).check(expected)
+    train_with_delays(small_net(), net_batches(STEPS), tmp_path, seed=7, clip=CLIP, **more).check(
+        expected
+    )
 
 
 @pytest.mark.parametrize("kind", ["tied", "several", "llama", "gpt2"])
 @pytest.mark.parametrize("device", [False, True])
 def test_models_of_any_shape(kind, device, tmp_path, monkeypatch):
-    rows, more = data(STEPS, kind=kind), {"device": EmulatedDevice(64 * MiB)} if device else {}
+    rows, more = (
+        net_batches(STEPS, kind=kind),
+        {"device": EmulatedDevice(64 * MiB)} if device else {},
+    )
     expected = plain(rows, kind)
-    tuned(monkeypatch, Tuning(cached=0.5, spilled=0.5, device_slots=1))
-    train(net(kind), rows, tmp_path, seed=7, clip=CLIP, **more).check(expected)
+    tune_plans(monkeypatch, PlanTuning(cached=0.5, spilled=0.5, device_slots=1))
+    train_with_delays(small_net(kind), rows, tmp_path, seed=7, clip=CLIP, **more).check(expected)
 
 
 @pytest.mark.parametrize("what", ["skip", "still"])
 def test_backward_that_visits_other_blocks_keeps_the_bits(what, tmp_path, monkeypatch):
     """Writes that were to run beside backward are written all the same."""
-    rows = data(STEPS, **{what: {3: 1, 4: 2}})
-    tuned(monkeypatch, PARTLY)
-    train(net(), rows, tmp_path, seed=7, clip=CLIP).check(plain(rows))
+    rows = net_batches(STEPS, **{what: {3: 1, 4: 2}})
+    tune_plans(monkeypatch, PARTLY)
+    train_with_delays(small_net(), rows, tmp_path, seed=7, clip=CLIP).check(plain(rows))
 
 
 def test_a_step_is_durable_before_its_backward(expected, tmp_path, monkeypatch):
     """Who flushes between forward and backward finds the step before committed."""
-    tuned(monkeypatch, PARTLY)
-    model = net()
+    tune_plans(monkeypatch, PARTLY)
+    model = small_net()
     with attached(model, tmp_path, clip=CLIP) as session:
-        for step, row in enumerate(data(STEPS)):
+        for step, row in enumerate(net_batches(STEPS)):
             loss = model(**row)
             session.flush()
             assert session.store.meta.get("progress", {"step": 0})["step"] == step
@@ -133,8 +145,8 @@ def test_a_step_is_durable_before_its_backward(expected, tmp_path, monkeypatch):
 @pytest.mark.parametrize("block", [0, 3])
 def test_an_error_in_backward_costs_its_own_step_only(block, expected, tmp_path, monkeypatch):
     """Remaining writes of the previous step are done when the next step is aborted."""
-    tuned(monkeypatch, PARTLY)
-    model, rows = net(), data(STEPS)
+    tune_plans(monkeypatch, PARTLY)
+    model, rows = small_net(), net_batches(STEPS)
 
     def fails(*_):
         raise RuntimeError("a fault of the model")

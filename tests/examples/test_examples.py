@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
-from tests.support.model_families import GROUPED, save_model
-from tests.support.tokenizer_folders import save_tokenizer
+from tests.support.model_folders import save_tokenizer
+from tests.support.models import GROUPED_SIZES, save_model
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 DEMO = {"demo.py", "demo_model.py", "generate.py"}  # tested in test_demo.py
@@ -37,7 +37,7 @@ SMALL = (
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("examples") / "my-model"
-    save_model(folder, LlamaConfig(**{**GROUPED, "vocab_size": 264}))
+    save_model(folder, LlamaConfig(**{**GROUPED_SIZES, "vocab_size": 264}))
     return save_tokenizer(folder)
 
 

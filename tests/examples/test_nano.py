@@ -24,16 +24,15 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import lohan
-from tests.support.model_families import GROUPED, save_model
-from tests.support.small_models import assert_same
-from tests.support.tokenizer_folders import save_tokenizer
+from tests.support.model_folders import save_tokenizer
+from tests.support.models import GROUPED_SIZES, assert_same, save_model
 
 SOURCE = Path(__file__).resolve().parents[2] / "examples" / "nano_lohan.py"
 STEPS, BATCH, SEQ, VOCAB = 4, 6, 48, 1200  # more tokens than a slice of the head has
 ADAMW: dict[str, Any] = {"lr": 2e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
 # The embedding has more than one section of a sum of squares, and not whole ones.
 # Weights are large, so that gradients are clipped.
-SIZES = {**GROUPED, "vocab_size": VOCAB, "initializer_range": 0.3}
+SIZES = {**GROUPED_SIZES, "vocab_size": VOCAB, "initializer_range": 0.3}
 Losses = dict[int, float]
 Weights = dict[str, torch.Tensor]
 
@@ -198,7 +197,7 @@ def test_a_damaged_byte_is_noticed(nano, folder, file, tmp_path) -> None:
 def test_command_trains_and_exports(nano, tmp_path, capsys) -> None:
     """The loss falls on a repetitive text, and transformers loads the result."""
     model = tmp_path / "my-model"
-    save_model(model, LlamaConfig(**{**GROUPED, "vocab_size": 264}))
+    save_model(model, LlamaConfig(**{**GROUPED_SIZES, "vocab_size": 264}))
     save_tokenizer(model)
     (tmp_path / "text.txt").write_text("the sea is wide, the sea is deep. " * 20)
     words = [str(model), str(tmp_path / "text.txt"), "--out", str(tmp_path / "run")]
@@ -216,7 +215,7 @@ def test_command_trains_and_exports(nano, tmp_path, capsys) -> None:
 def test_killed_process_resumes(tmp_path) -> None:
     """A process killed by SIGKILL at any time resumes."""
     model, text = tmp_path / "my-model", tmp_path / "text.txt"
-    save_model(model, LlamaConfig(**{**GROUPED, "vocab_size": 264}))
+    save_model(model, LlamaConfig(**{**GROUPED_SIZES, "vocab_size": 264}))
     save_tokenizer(model)
     text.write_text("the sea is wide, the sea is deep. " * 20)
 

@@ -22,7 +22,7 @@ from transformers import (
 pytest.importorskip("accelerate", reason="Trainer needs the extra: pip install 'lohan[hf]'")
 
 import lohan.hf
-from tests.support.trainer_scripts import SETTINGS, logged
+from tests.support.trainer_scripts import TRAINER_SETTINGS, logged_values
 
 
 class OwnLinear(nn.Module):
@@ -63,7 +63,7 @@ def rows(make: Any) -> list[dict[str, Any]]:
 def trained(kind: type, make: Any, out: Path) -> Any:
     torch.manual_seed(0)
     changes = {"bf16": True, "max_steps": 3, "learning_rate": 1e-2}
-    args = TrainingArguments(str(out), **{**SETTINGS, **changes})
+    args = TrainingArguments(str(out), **{**TRAINER_SETTINGS, **changes})
     trainer = kind(model=make(), args=args, train_dataset=rows(make), eval_dataset=rows(make))
     trainer.train()
     trainer.evaluate()
@@ -75,8 +75,10 @@ def test_bf16_training_with_float_inputs(make, tmp_path):
     actual = trained(lohan.hf.Trainer, make, tmp_path / "ours")
     expected = trained(transformers.Trainer, make, tmp_path / "theirs")
     assert actual.session.plan.dtype == "bf16"
-    assert logged(actual, "loss") == pytest.approx(logged(expected, "loss"), rel=0.02)
-    assert logged(actual, "eval_loss") == pytest.approx(logged(expected, "eval_loss"), rel=0.02)
+    assert logged_values(actual, "loss") == pytest.approx(logged_values(expected, "loss"), rel=0.02)
+    assert logged_values(actual, "eval_loss") == pytest.approx(
+        logged_values(expected, "eval_loss"), rel=0.02
+    )
     learnt = copy.deepcopy(actual.model)
     assert {m.__class__ for m in pickle.loads(pickle.dumps(learnt)).modules()} == {
         type(m) for m in make().modules()

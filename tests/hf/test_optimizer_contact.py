@@ -15,7 +15,7 @@ pytest.importorskip("accelerate", reason="Trainer needs the extra: pip install '
 
 import lohan.hf
 from lohan.errors import ModelError
-from tests.support.small_models import small_model
+from tests.support.models import small_model
 
 
 class Rows(Dataset):

@@ -18,8 +18,15 @@ pytest.importorskip("accelerate", reason="Trainer needs the extra: pip install '
 import lohan
 import lohan.hf
 from lohan.hf.optimizers import CLASSES, TorchGroups
-from tests.support.small_models import small_model
-from tests.support.trainer_scripts import SETTINGS, assert_alike, collate, examples, script, weights
+from tests.support.models import small_model
+from tests.support.trainer_scripts import (
+    TRAINER_SETTINGS,
+    assert_same_log,
+    collate_padded,
+    run_trainer,
+    saved_weights,
+    token_examples,
+)
 
 LAYER_WISE = {"embed_tokens": 1e-4, "layers.0": 1e-3, "layers.1": 2e-3}
 
@@ -69,7 +76,7 @@ class Writes(TrainerCallback):
 
 def finished(trainer: Any, folder: Path) -> dict[str, torch.Tensor]:
     trainer.save_model(folder)
-    return weights(folder)
+    return saved_weights(folder)
 
 
 def assert_equal_weights(
@@ -86,20 +93,20 @@ def test_groups_of_an_overridden_method(by, tmp_path):
     for base in (transformers.Trainer, lohan.hf.Trainer):
         write = Writes(weight_decay=0.9, betas=(0.6, 0.7))
         out = tmp_path / base.__module__
-        result = script(with_optimizer(base, by=by), out, callbacks=[write], **changes)
+        result = run_trainer(with_optimizer(base, by=by), out, callbacks=[write], **changes)
         collected[base] = result, finished(result, out / "end")
     (reference, expected), (actual, got) = (
         collected[transformers.Trainer],
         collected[lohan.hf.Trainer],
     )
-    assert_alike(actual, reference)
+    assert_same_log(actual, reference)
     assert_equal_weights(got, expected)
     held = [p for group in actual.optimizer.param_groups for p in group["params"]]
     assert all(p.is_meta for p in held)  # or it would hold the whole model in memory
     if by == "create_optimizer":
         serial = partial(type(actual), lohan=lohan.hf.LohanArguments(overlap=False))
         write = Writes(weight_decay=0.9, betas=(0.6, 0.7))
-        plain = script(serial, tmp_path / "serial", callbacks=[write], **changes)
+        plain = run_trainer(serial, tmp_path / "serial", callbacks=[write], **changes)
         same = finished(plain, tmp_path / "serial" / "end")
         assert [name for name in got if not torch.equal(got[name], same[name])] == []
 
@@ -118,12 +125,12 @@ def own_optimizers(kind: type, out: Path, **changes: Any) -> Any:
         nesterov=True,
     )
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, [0.05, 0.02], total_steps=8)
-    args = TrainingArguments(str(out), **{**SETTINGS, "max_steps": 5, **changes})
+    args = TrainingArguments(str(out), **{**TRAINER_SETTINGS, "max_steps": 5, **changes})
     trainer = kind(
         model=model,
         args=args,
-        train_dataset=examples(20),
-        data_collator=collate,
+        train_dataset=token_examples(20),
+        data_collator=collate_padded,
         optimizers=(optimizer, scheduler),
     )
     trainer.train()
@@ -135,7 +142,7 @@ def test_passed_optimizer_and_scheduler_train_as_with_torch(tmp_path, caplog):
     expected = own_optimizers(transformers.Trainer, tmp_path / "theirs")
     with caplog.at_level("WARNING"):
         actual = own_optimizers(lohan.hf.Trainer, tmp_path / "ours")
-    assert_alike(actual, expected)
+    assert_same_log(actual, expected)
     got = finished(actual, tmp_path / "ours" / "end")
     assert_equal_weights(got, finished(expected, tmp_path / "theirs" / "end"))
     start = dict(small_model("llama").named_parameters())
@@ -147,11 +154,11 @@ def test_values_that_a_callback_wrote_are_there_after_a_resume(tmp_path):
     """Written after the step of the checkpoint: as torch's own optimizer.pt has them."""
     kind = with_optimizer(lohan.hf.Trainer, by="create_optimizer")
     changes = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
-    whole = script(kind, tmp_path / "whole", callbacks=[Writes(weight_decay=0.9)], **changes)
+    whole = run_trainer(kind, tmp_path / "whole", callbacks=[Writes(weight_decay=0.9)], **changes)
     expected = finished(whole, tmp_path / "whole" / "end")
-    script(kind, tmp_path / "cut", callbacks=[Writes(weight_decay=0.9)], **changes)
+    run_trainer(kind, tmp_path / "cut", callbacks=[Writes(weight_decay=0.9)], **changes)
     gc.collect()
-    resumed = script(
+    resumed = run_trainer(
         kind, tmp_path / "cut", resume=str(tmp_path / "cut" / "checkpoint-2"), **changes
     )
     assert resumed.optimizer.param_groups[0]["weight_decay"] == 0.9
@@ -159,7 +166,7 @@ def test_values_that_a_callback_wrote_are_there_after_a_resume(tmp_path):
     assert [name for name in expected if not torch.equal(expected[name], actual[name])] == []
     resumed.session.close()
     with pytest.raises(lohan.LohanError, match="other parameter groups than in the last step"):
-        script(lohan.hf.Trainer, tmp_path / "cut", resume=True, **changes)
+        run_trainer(lohan.hf.Trainer, tmp_path / "cut", resume=True, **changes)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +180,7 @@ def test_values_that_a_callback_wrote_are_there_after_a_resume(tmp_path):
 def test_refuses_what_a_callback_writes(values, message, tmp_path):
     kind = with_optimizer(lohan.hf.Trainer, by="create_optimizer")
     with pytest.raises(lohan.LohanError, match=message):
-        script(kind, tmp_path, callbacks=[Writes(**values)], max_steps=4)
+        run_trainer(kind, tmp_path, callbacks=[Writes(**values)], max_steps=4)
 
 
 def test_refuses_other_classes_by_name(tmp_path):
@@ -186,10 +193,10 @@ def test_refuses_other_classes_by_name(tmp_path):
         pass
 
     model = small_model("llama")
-    args = TrainingArguments(str(tmp_path / "none"), **SETTINGS, max_steps=1)
+    args = TrainingArguments(str(tmp_path / "none"), **TRAINER_SETTINGS, max_steps=1)
     message = r"a Adam cannot be used with lohan.hf.*torch.optim.AdamW, torch.optim.SGD and Lion"
     with pytest.raises(lohan.LohanError, match=message):
-        script(OwnAdam, tmp_path, max_steps=1)
+        run_trainer(OwnAdam, tmp_path, max_steps=1)
     for kind in (Changed, torch.optim.Adagrad):
         with pytest.raises(lohan.LohanError, match=f"a {kind.__name__} cannot be used"):
             lohan.hf.Trainer(model, args, optimizers=(kind(model.parameters()), None))

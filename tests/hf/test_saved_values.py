@@ -18,8 +18,8 @@ import peft
 import lohan.hf
 from lohan.errors import ModelError
 from lohan.model.state import exact_key
-from tests.support.small_models import adapted, attached, batches, small_model
-from tests.support.trainer_scripts import script, weights
+from tests.support.models import adapted, attached, batches, small_model
+from tests.support.trainer_scripts import run_trainer, saved_weights
 
 
 def values(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -47,9 +47,9 @@ def test_bf16_training_saves_frozen_weights_unrounded(tmp_path):
     model = half_frozen()
     before = values(model)
     frozen = {name: value for name, value in before.items() if is_frozen(name)}
-    trainer = script(lohan.hf.Trainer, tmp_path, model=model, bf16=True, max_steps=2)
+    trainer = run_trainer(lohan.hf.Trainer, tmp_path, model=model, bf16=True, max_steps=2)
     trainer.save_model()
-    saved = weights(tmp_path)
+    saved = saved_weights(tmp_path)
     assert_equal_bits(saved, frozen)
     assert_equal_bits(model.state_dict(), frozen)
     name = next(name for name in before if not is_frozen(name))
@@ -59,8 +59,10 @@ def test_bf16_training_saves_frozen_weights_unrounded(tmp_path):
 def test_bf16_training_merges_adapters_into_unrounded_weights(tmp_path):
     base = values(small_model("llama"))
     model = adapted(small_model("llama"))
-    trainer = script(lohan.hf.Trainer, tmp_path / "one", model=model, bf16=True, max_steps=2)
-    again = script(lohan.hf.Trainer, tmp_path / "two", model=trainer.model, bf16=True, max_steps=1)
+    trainer = run_trainer(lohan.hf.Trainer, tmp_path / "one", model=model, bf16=True, max_steps=2)
+    again = run_trainer(
+        lohan.hf.Trainer, tmp_path / "two", model=trainer.model, bf16=True, max_steps=1
+    )
     learnt = again.model.state_dict()
     prefix = "base_model.model."
     plain = {name.replace(".base_layer", ""): value for name, value in learnt.items()}
@@ -80,7 +82,7 @@ def test_bf16_training_merges_adapters_into_unrounded_weights(tmp_path):
         actual, expected = unloaded(input_ids=ids).logits, in_memory(input_ids=ids).logits
     torch.testing.assert_close(actual.float(), expected, atol=0.02, rtol=0.02)
     with pytest.raises(ModelError, match=r"is what merge_and_unload returned.*deepcopy"):
-        script(lohan.hf.Trainer, tmp_path / "three", model=unloaded, max_steps=1)
+        run_trainer(lohan.hf.Trainer, tmp_path / "three", model=unloaded, max_steps=1)
 
 
 def test_vera_adapter_is_saved_with_its_projection(tmp_path):
@@ -88,7 +90,7 @@ def test_vera_adapter_is_saved_with_its_projection(tmp_path):
     torch.manual_seed(7)
     model = peft.get_peft_model(small_model("llama"), config)
     projection = model.base_model.vera_A["default"].clone()
-    trainer = script(lohan.hf.Trainer, tmp_path, model=model, max_steps=1)
+    trainer = run_trainer(lohan.hf.Trainer, tmp_path, model=model, max_steps=1)
     trainer.save_model()
     again = peft.PeftModel.from_pretrained(small_model("llama"), tmp_path)
     assert torch.equal(again.base_model.vera_A["default"], projection)
@@ -104,7 +106,7 @@ def test_own_loop_exports_frozen_weights_unrounded(dtype, tmp_path):
         for batch in batches(1, batch=2, seq=8):
             model(**batch).loss.backward()
         session.export(tmp_path / "out", dtype="fp32")
-    assert_equal_bits(weights(tmp_path / "out"), frozen)
+    assert_equal_bits(saved_weights(tmp_path / "out"), frozen)
 
 
 def test_values_that_bf16_represents_take_no_room_for_a_remainder(tmp_path):

@@ -25,22 +25,22 @@ pytest.importorskip("accelerate", reason="Trainer needs the extra: pip install '
 import lohan
 import lohan.hf
 from tests.support import HANG_S
-from tests.support.small_models import CONFIGS, small_model
+from tests.support.models import SMALL_CONFIGS, small_model
 from tests.support.trainer_scripts import (
-    SETTINGS,
-    collate,
-    examples,
-    logged,
+    TRAINER_SETTINGS,
+    collate_padded,
+    logged_values,
     new_trainer,
-    script,
-    weights,
+    run_trainer,
+    saved_weights,
+    token_examples,
 )
 
 BOTH = (transformers.Trainer, lohan.hf.Trainer)
 
 
 def same_weights(ours: Path, theirs: Path, *, limit: float = 2e-5) -> None:
-    actual, expected = weights(ours), weights(theirs)
+    actual, expected = saved_weights(ours), saved_weights(theirs)
     assert actual.keys() == expected.keys()
     assert max((actual[n] - expected[n]).abs().max().item() for n in expected) < limit
 
@@ -92,8 +92,10 @@ def test_evaluation_has_the_loss_of_training(change, changes, metrics, tmp_path)
         runs.append(new_trainer(change(kind), tmp_path / kind.__module__, **changes))
         runs[-1].train()
     for name in ("loss", "eval_loss", *(["eval_mean"] if metrics else [])):
-        assert len(logged(runs[1], name)) == 2
-        assert logged(runs[1], name) == pytest.approx(logged(runs[0], name), rel=1e-4), name
+        assert len(logged_values(runs[1], name)) == 2
+        assert logged_values(runs[1], name) == pytest.approx(
+            logged_values(runs[0], name), rel=1e-4
+        ), name
 
 
 @pytest.mark.parametrize("label_smoothing_factor", [0.0, 0.1])
@@ -118,8 +120,10 @@ def test_losses_of_ones_own_see_fp32_logits_with_bf16(label_smoothing_factor, tm
         runs[-1].train()
     assert set(seen) <= {torch.float32} and runs[1].session.plan.dtype == "bf16"
     for name, limit in (("loss", 1e-3), ("grad_norm", 2e-2)):
-        assert logged(runs[1], name) == pytest.approx(logged(runs[0], name), rel=limit), name
-    for item in runs[1].evaluate()["eval_loss"], *logged(runs[1], "loss"):
+        assert logged_values(runs[1], name) == pytest.approx(
+            logged_values(runs[0], name), rel=limit
+        ), name
+    for item in runs[1].evaluate()["eval_loss"], *logged_values(runs[1], "loss"):
         assert item != torch.tensor(item).bfloat16().item()  # it is of fp32
 
 
@@ -134,7 +138,7 @@ class Stream(torch.utils.data.IterableDataset):
 def test_the_mean_over_a_stream_whose_last_batch_is_short(tmp_path):
     collected = []
     for kind in BOTH:
-        data = Stream(examples(10, seed=2))
+        data = Stream(token_examples(10, seed=2))
         trainer = new_trainer(
             kind,
             tmp_path / kind.__module__,
@@ -170,7 +174,7 @@ def test_the_model_saves_and_copies_itself_after_training(tmp_path):
     trainer.save_model(str(tmp_path / "trainer"))
     same_weights(tmp_path / "model", tmp_path / "trainer", limit=1e-12)
     copied = copy.deepcopy(trainer.model)
-    expected = weights(tmp_path / "model")
+    expected = saved_weights(tmp_path / "model")
     assert all(torch.equal(p, expected[name]) for name, p in copied.named_parameters())
 
 
@@ -218,7 +222,7 @@ def test_a_second_trainer_goes_on_with_what_the_first_has_learnt(tmp_path):
         second.train()
         second.save_model()
         runs.append(second)
-    assert logged(runs[1], "loss") == pytest.approx(logged(runs[0], "loss"), rel=1e-4)
+    assert logged_values(runs[1], "loss") == pytest.approx(logged_values(runs[0], "loss"), rel=1e-4)
     same_weights(*(tmp_path / f"{kind.__module__}-2" for kind in reversed(BOTH)))
 
 
@@ -226,7 +230,7 @@ LAST = """
 import sys
 import transformers
 import lohan.hf
-from tests.support.small_models import small_model
+from tests.support.models import small_model
 from tests.support.trainer_scripts import new_trainer
 from pathlib import Path
 
@@ -294,7 +298,7 @@ def test_second_trainer_in_folder_continues_training_and_replaces_store(tmp_path
     for name in ("a", "b"):
         expected = new_trainer(transformers.Trainer, tmp_path / name, model=plain)
         expected.train()
-    assert logged(again, "loss") == pytest.approx(logged(expected, "loss"), rel=1e-4)
+    assert logged_values(again, "loss") == pytest.approx(logged_values(expected, "loss"), rel=1e-4)
     stores = [path for path in tmp_path.iterdir() if path.name.startswith("lohan-")]
     assert stores == list(again.session.store.dirs)
 
@@ -306,21 +310,21 @@ def test_train_twice(tmp_path):
         trainer.train()
         trainer.save_model()
     assert runs[1].session.step == 6 and runs[1].state.global_step == 3
-    assert logged(runs[1], "loss") == pytest.approx(logged(runs[0], "loss"), rel=1e-4)
+    assert logged_values(runs[1], "loss") == pytest.approx(logged_values(runs[0], "loss"), rel=1e-4)
     same_weights(*(tmp_path / kind.__module__ for kind in reversed(BOTH)))
 
 
 def test_model_init_makes_new_model_for_each_training(tmp_path):
     def init() -> nn.Module:
-        return AutoModelForCausalLM.from_config(CONFIGS["llama"]())
+        return AutoModelForCausalLM.from_config(SMALL_CONFIGS["llama"]())
 
     runs = [new_trainer(kind, tmp_path / kind.__module__, model_init=init) for kind in BOTH]
     for trainer in runs:
         trainer.train()
-        first = logged(trainer, "loss")
+        first = logged_values(trainer, "loss")
         trainer.train()
-        assert logged(trainer, "loss") == first  # a new model, the same start
-    assert logged(runs[1], "loss") == pytest.approx(logged(runs[0], "loss"), rel=1e-4)
+        assert logged_values(trainer, "loss") == first  # a new model, the same start
+    assert logged_values(runs[1], "loss") == pytest.approx(logged_values(runs[0], "loss"), rel=1e-4)
     assert runs[1].session.step == 3
 
 
@@ -355,7 +359,7 @@ def test_the_best_model_is_loaded_at_the_end(only_model, tmp_path):
     assert best.name == Path(expected.state.best_model_checkpoint).name != "checkpoint-4"
     same_weights(tmp_path / f"{BOTH[1].__module__}-best", best, limit=1e-12)
     assert actual.evaluate()["eval_loss"] == pytest.approx(
-        min(logged(actual, "eval_loss")), rel=1e-6
+        min(logged_values(actual, "eval_loss")), rel=1e-6
     )
     assert expected.evaluate()["eval_loss"] == pytest.approx(
         actual.evaluate()["eval_loss"], rel=1e-3
@@ -376,14 +380,14 @@ def test_resume_from_an_earlier_checkpoint(frozen, tmp_path):
         return model
 
     changes = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6}
-    whole = script(lohan.hf.Trainer, tmp_path, model=start(), **changes)
+    whole = run_trainer(lohan.hf.Trainer, tmp_path, model=start(), **changes)
     whole.save_model(str(tmp_path / "whole"))
-    losses = logged(whole, "loss")
+    losses = logged_values(whole, "loss")
     del whole
     gc.collect()
     checkpoint = tmp_path / "checkpoint-2"
-    rest = script(lohan.hf.Trainer, tmp_path, model=start(), resume=str(checkpoint), **changes)
-    assert logged(rest, "loss")[2:] == losses[2:] and rest.session.step == 6
+    rest = run_trainer(lohan.hf.Trainer, tmp_path, model=start(), resume=str(checkpoint), **changes)
+    assert logged_values(rest, "loss")[2:] == losses[2:] and rest.session.step == 6
     rest.save_model(str(tmp_path / "rest"))
     same_weights(tmp_path / "rest", tmp_path / "whole", limit=1e-12)
     fixed = checkpoint / "lohan-state" / "fixed.bin"
@@ -394,7 +398,7 @@ def test_resume_from_an_earlier_checkpoint(frozen, tmp_path):
 
 
 def labelled(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    result = collate(rows)
+    result = collate_padded(rows)
     return {**result, "labels": result["input_ids"][:, 0] % 3}
 
 
@@ -403,13 +407,15 @@ def classified(place: Path, **settings: Any) -> list[Any]:
     runs = []
     for kind in BOTH:
         torch.manual_seed(0)
-        config = CONFIGS["llama"]()
+        config = SMALL_CONFIGS["llama"]()
         config.num_labels, config.pad_token_id = 3, 0
         trainer = kind(
             model=LlamaForSequenceClassification(config),
-            train_dataset=examples(20),
-            args=TrainingArguments(str(place / kind.__module__), **{**SETTINGS, **settings}),
-            eval_dataset=examples(10, seed=2),
+            train_dataset=token_examples(20),
+            args=TrainingArguments(
+                str(place / kind.__module__), **{**TRAINER_SETTINGS, **settings}
+            ),
+            eval_dataset=token_examples(10, seed=2),
             data_collator=labelled,
         )
         trainer.train()
@@ -422,9 +428,11 @@ def test_accumulates_gradients_of_mean_loss_as_transformers(tmp_path):
     runs = classified(
         tmp_path, per_device_train_batch_size=3, gradient_accumulation_steps=2, num_train_epochs=1
     )
-    assert len(logged(runs[1], "loss")) == 4
+    assert len(logged_values(runs[1], "loss")) == 4
     for name in ("loss", "grad_norm"):
-        assert logged(runs[1], name) == pytest.approx(logged(runs[0], name), rel=1e-4), name
+        assert logged_values(runs[1], name) == pytest.approx(
+            logged_values(runs[0], name), rel=1e-4
+        ), name
 
 
 def test_classes_have_a_loss_in_fp32_with_bf16(tmp_path):
@@ -433,8 +441,8 @@ def test_classes_have_a_loss_in_fp32_with_bf16(tmp_path):
     for trainer in runs:
         trainer.evaluate()
     for name in ("loss", "eval_loss"):
-        actual = logged(runs[1], name)
-        assert actual == pytest.approx(logged(runs[0], name), rel=2e-3), name
+        actual = logged_values(runs[1], name)
+        assert actual == pytest.approx(logged_values(runs[0], name), rel=2e-3), name
         assert actual != torch.tensor(actual).bfloat16().tolist()
 
 
@@ -456,11 +464,12 @@ def test_trains_model_with_parameters_on_its_root(tmp_path):
     runs = []
     for kind in BOTH:
         args = TrainingArguments(
-            str(tmp_path / kind.__module__), **{**SETTINGS, "max_steps": 4, "learning_rate": 0.1}
+            str(tmp_path / kind.__module__),
+            **{**TRAINER_SETTINGS, "max_steps": 4, "learning_rate": 0.1},
         )
         runs.append(kind(model=Line(), args=args, train_dataset=data))
         runs[-1].train()
-    assert logged(runs[1], "loss") == pytest.approx(logged(runs[0], "loss"), rel=1e-4)
+    assert logged_values(runs[1], "loss") == pytest.approx(logged_values(runs[0], "loss"), rel=1e-4)
     assert runs[1].session.step == 4
     expected, actual = runs[0].model.state_dict(), runs[1].model.state_dict()
     assert all(torch.allclose(actual[name], expected[name], atol=1e-6) for name in expected)
@@ -472,7 +481,7 @@ def test_refuses_model_without_trained_parameters(tmp_path):
             free = torch.zeros((), requires_grad=True)
             return (nn.functional.mse_loss(x * free, torch.ones_like(x)), x)
 
-    args = TrainingArguments(str(tmp_path), **{**SETTINGS, "max_steps": 2})
+    args = TrainingArguments(str(tmp_path), **{**TRAINER_SETTINGS, "max_steps": 2})
     data = [{"x": float(n), "labels": 1.0} for n in range(8)]
     trainer = lohan.hf.Trainer(model=Still(), args=args, train_dataset=data)
     with pytest.raises(lohan.LohanError, match="reached no parameter that learns"):
@@ -556,6 +565,6 @@ def test_liger_kernels_replace_modules_and_leave_the_head(tmp_path, monkeypatch)
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", plain_rotary)
     plain = new_trainer(lohan.hf.Trainer, tmp_path / "plain", eval_strategy="steps", eval_steps=2)
     plain.train()
-    assert logged(actual, "loss") == logged(plain, "loss")
-    assert logged(actual, "eval_loss") == logged(plain, "eval_loss")
+    assert logged_values(actual, "loss") == logged_values(plain, "loss")
+    assert logged_values(actual, "eval_loss") == logged_values(plain, "eval_loss")
     shutil.rmtree(tmp_path / "plain")

@@ -17,16 +17,16 @@ import lohan
 import lohan.hf
 from lohan.errors import BudgetError
 from lohan.store.admin import describe, list_stores
-from tests.support.kept_files import tree
-from tests.support.model_families import CONFIGS, VOCAB, save_model
-from tests.support.setting_grids import thinned
-from tests.support.trainer_scripts import SETTINGS, collate, examples
+from tests.support.generated_cases import thinned
+from tests.support.models import FAMILY_CONFIGS, FAMILY_VOCAB, save_model
+from tests.support.stores import file_digests
+from tests.support.trainer_scripts import TRAINER_SETTINGS, collate_padded, token_examples
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("base")
-    save_model(folder, CONFIGS["llama"])
+    save_model(folder, FAMILY_CONFIGS["llama"])
     return folder
 
 
@@ -39,13 +39,13 @@ def new_trainer(
     kind: type = lohan.hf.Trainer,
     **options: Any,
 ) -> Any:
-    args = TrainingArguments(str(out), **{**SETTINGS, "max_steps": 2, **(arguments or {})})
+    args = TrainingArguments(str(out), **{**TRAINER_SETTINGS, "max_steps": 2, **(arguments or {})})
     return kind(
         model=model or lohan.load(base),
         args=args,
-        train_dataset=examples(8, vocab=VOCAB),
-        eval_dataset=examples(4, vocab=VOCAB, seed=2),
-        data_collator=collate,
+        train_dataset=token_examples(8, vocab=FAMILY_VOCAB),
+        eval_dataset=token_examples(4, vocab=FAMILY_VOCAB, seed=2),
+        data_collator=collate_padded,
         lohan=lohan.hf.LohanArguments(**{"host": "64MiB", **options}),
     )
 
@@ -72,7 +72,10 @@ def test_second_training_in_a_folder_replaces_the_first_when_it_has_committed(
     before = steps(drive)
     assert list(before.values()) == [2]
     again = new_trainer(base, tmp_path / "out", **options)
-    assert again.evaluate()["eval_loss"] > 0 and again.predict(examples(2, vocab=VOCAB)).metrics
+    assert (
+        again.evaluate()["eval_loss"] > 0
+        and again.predict(token_examples(2, vocab=FAMILY_VOCAB)).metrics
+    )
     assert again.session is None and steps(drive) == before
     with pytest.raises(BudgetError):  # a start that is refused replaces nothing
         new_trainer(base, tmp_path / "out", **options, host="10KiB").train()
@@ -175,13 +178,13 @@ def test_a_copy_of_the_output_folder_leaves_the_originals_store(base, tmp_path):
     options = {"ssd": (tmp_path / "drive",)}
     new_trainer(base, tmp_path / "out", **options).train()
     gc.collect()
-    before = tree(tmp_path / "drive")
+    before = file_digests(tmp_path / "drive")
     shutil.copytree(tmp_path / "out", tmp_path / "copy")
     with pytest.raises(lohan.LohanError, match="is a copy of"):
         new_trainer(base, tmp_path / "copy", **options)._stored()
     new_trainer(base, tmp_path / "copy", **options).train()
     gc.collect()
-    assert before.items() <= tree(tmp_path / "drive").items()
+    assert before.items() <= file_digests(tmp_path / "drive").items()
     assert list(steps(tmp_path / "drive").values()) == [2, 2]
 
 

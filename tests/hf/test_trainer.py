@@ -24,19 +24,18 @@ from lohan.hf.arguments import REFUSED
 from lohan.hf.mixin import merged, shapes_for
 from lohan.hf.stores import stored_world_size
 from lohan.store.files import IDENTITY
-from tests.support import replan_at_once
-from tests.support.delayed_runs import Tuning, tuned
-from tests.support.model_families import CONFIGS, VOCAB, save_model
-from tests.support.setting_grids import thinned
-from tests.support.small_models import small_model
+from tests.support import process_hooks
+from tests.support.delayed_runs import PlanTuning, tune_plans
+from tests.support.generated_cases import thinned
+from tests.support.models import FAMILY_CONFIGS, FAMILY_VOCAB, save_model, small_model
 from tests.support.trainer_scripts import (
-    SETTINGS,
-    assert_alike,
-    collate,
-    examples,
-    logged,
-    script,
-    weights,
+    TRAINER_SETTINGS,
+    assert_same_log,
+    collate_padded,
+    logged_values,
+    run_trainer,
+    saved_weights,
+    token_examples,
 )
 
 
@@ -68,14 +67,14 @@ from tests.support.trainer_scripts import (
     ],
 )
 def test_the_same_losses_with_another_import(changes, tmp_path):
-    reference = script(transformers.Trainer, tmp_path / "theirs", **changes)
-    actual = script(lohan.hf.Trainer, tmp_path / "ours", **changes)
+    reference = run_trainer(transformers.Trainer, tmp_path / "theirs", **changes)
+    actual = run_trainer(lohan.hf.Trainer, tmp_path / "ours", **changes)
     assert actual.session.step == actual.state.global_step == reference.state.global_step
-    assert len(logged(actual, "loss")) >= 6
-    assert_alike(actual, reference)
+    assert len(logged_values(actual, "loss")) >= 6
+    assert_same_log(actual, reference)
     reference.save_model()
     actual.save_model()
-    expected, result = weights(tmp_path / "theirs"), weights(tmp_path / "ours")
+    expected, result = saved_weights(tmp_path / "theirs"), saved_weights(tmp_path / "ours")
     assert expected.keys() == result.keys()
     assert max((expected[n] - result[n]).abs().max().item() for n in expected) < 2e-5
 
@@ -87,18 +86,18 @@ def test_a_training_plans_again_as_a_run_does(tmp_path, monkeypatch, caplog):
     """
     limit = {"max_grad_norm": 1.0, "max_steps": 8}
     plainly = partial(lohan.hf.Trainer, lohan=lohan.hf.LohanArguments(overlap=False))
-    plain = script(plainly, tmp_path / "plain", **limit)
+    plain = run_trainer(plainly, tmp_path / "plain", **limit)
     for name in ("make_plan", "REPLAN_SPEEDUP"):  # put back at the end
         monkeypatch.setattr(replanning, name, getattr(replanning, name))
-    replan_at_once.always()
+    process_hooks.replan_at_once()
     with caplog.at_level(logging.INFO, logger="lohan.hf.mixin"):
-        actual = script(
+        actual = run_trainer(
             lohan.hf.Trainer, tmp_path / "ours", eval_strategy="steps", eval_steps=2, **limit
         )
     assert "after step 3: measured the first" in caplog.text
     assert actual.session.plan.kept and not plain.session.plan.kept
     for name in ("loss", "grad_norm"):
-        assert logged(actual, name) == logged(plain, name)
+        assert logged_values(actual, name) == logged_values(plain, name)
 
 
 @pytest.mark.parametrize(("store", "world"), [("lohan-store-rank0of2", 2), ("lohan-store", 1)])
@@ -116,7 +115,7 @@ def test_stores_of_other_processes_are_found(store, world, tmp_path):
             str(tmp_path / "checkpoint-2" / "trainer_state.json")
         )
         with pytest.raises(StoreError, match="with 2 processes, and this one has 1; resume"):
-            script(lohan.hf.Trainer, tmp_path, resume=str(tmp_path / "checkpoint-2"))
+            run_trainer(lohan.hf.Trainer, tmp_path, resume=str(tmp_path / "checkpoint-2"))
 
 
 class Speculated(TrainerCallback):
@@ -156,7 +155,7 @@ def test_a_clipped_step_is_run_again(tmp_path, monkeypatch):
     Held gradients would go to SSD, so updates do not wait. A user-defined loss may have other
     effects, so it runs once.
     """
-    tuned(monkeypatch, Tuning(cached=0.4))
+    tune_plans(monkeypatch, PlanTuning(cached=0.4))
     monkeypatch.setenv("LOHAN_COMMIT_EVERY", "step")
 
     def run(name: str, limit: float, *, overlap: bool = True, kind: type = Counting) -> Any:
@@ -166,18 +165,18 @@ def test_a_clipped_step_is_run_again(tmp_path, monkeypatch):
                 module.attention_dropout = 0.2
         arguments = lohan.hf.LohanArguments(overlap=overlap, activations="recompute")  # one plan
         result, out = partial(kind, lohan=arguments), tmp_path / name
-        trainer = script(result, out, model=model, max_steps=9, max_grad_norm=limit)
+        trainer = run_trainer(result, out, model=model, max_steps=9, max_grad_norm=limit)
         trainer.save_model(out)
         return trainer
 
-    norms = logged(run("norms", 1e9, overlap=False), "grad_norm")
+    norms = logged_values(run("norms", 1e9, overlap=False), "grad_norm")
     limit = (max(norms[3:-1]) + norms[-1]) / 2  # the last step is clipped, some before are not
     assert max(norms[3:-1]) < 0.97 * norms[-1]
     waits, actual = run("waits", limit, overlap=False), run("ours", limit)
     assert actual.way.counts[-2:] == [(1, 0), (1, 1)]
     for name in ("loss", "grad_norm"):
-        assert logged(actual, name) == logged(waits, name)
-    expected, result = weights(tmp_path / "waits"), weights(tmp_path / "ours")
+        assert logged_values(actual, name) == logged_values(waits, name)
+    expected, result = saved_weights(tmp_path / "waits"), saved_weights(tmp_path / "ours")
     assert all(torch.equal(expected[name], result[name]) for name in expected)
     assert run("own", limit, kind=WithOwnLoss).way.counts[-1] == (0, 0)
 
@@ -215,8 +214,8 @@ class Count(TrainerCallback):
 
 def test_callbacks_and_an_early_stop(tmp_path):
     count, expected = Count(), Count()
-    actual = script(lohan.hf.Trainer, tmp_path / "ours", callbacks=[count])
-    script(transformers.Trainer, tmp_path / "theirs", callbacks=[expected])
+    actual = run_trainer(lohan.hf.Trainer, tmp_path / "ours", callbacks=[count])
+    run_trainer(transformers.Trainer, tmp_path / "theirs", callbacks=[expected])
     assert (count.steps, actual.session.step) == (4, 4)
     assert count.rates == expected.rates
 
@@ -227,7 +226,7 @@ def test_metrics_of_predictions(tmp_path):
         return {"hits": float(hits[prediction.label_ids[:, 1:] != -100].mean())}
 
     runs = [
-        script(
+        run_trainer(
             kind,
             tmp_path / kind.__module__,
             compute_metrics=accuracy,
@@ -237,8 +236,10 @@ def test_metrics_of_predictions(tmp_path):
         )
         for kind in (lohan.hf.Trainer, transformers.Trainer)
     ]
-    assert logged(runs[0], "eval_hits") == logged(runs[1], "eval_hits")
-    assert logged(runs[0], "eval_loss") == pytest.approx(logged(runs[1], "eval_loss"), rel=1e-4)
+    assert logged_values(runs[0], "eval_hits") == logged_values(runs[1], "eval_hits")
+    assert logged_values(runs[0], "eval_loss") == pytest.approx(
+        logged_values(runs[1], "eval_loss"), rel=1e-4
+    )
 
 
 class Stop(Exception):
@@ -261,29 +262,29 @@ class Ends(TrainerCallback):
 def test_resumes_after_a_stop_and_after_a_crash(dies, tmp_path):
     """No step is repeated after a stop at a checkpoint or a crash beyond it."""
     changes = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6}
-    whole = script(lohan.hf.Trainer, tmp_path / "whole", **changes)
+    whole = run_trainer(lohan.hf.Trainer, tmp_path / "whole", **changes)
     with pytest.raises(Stop) if dies else nullcontext():
-        script(lohan.hf.Trainer, tmp_path / "parts", callbacks=[Ends(dies=dies)], **changes)
+        run_trainer(lohan.hf.Trainer, tmp_path / "parts", callbacks=[Ends(dies=dies)], **changes)
     gc.collect()  # the first Trainer lets the store go
-    rest = script(lohan.hf.Trainer, tmp_path / "parts", resume=True, **changes)
+    rest = run_trainer(lohan.hf.Trainer, tmp_path / "parts", resume=True, **changes)
     assert rest.session.step == rest.state.global_step == 6
     steps = [row["step"] for row in rest.state.log_history if "loss" in row]
     assert steps == ([1, 2, 4, 5, 6] if dies else [1, 2, 3, 4, 5, 6])
     for name in ("loss", "learning_rate", "grad_norm"):
-        expected = dict(enumerate(logged(whole, name), 1))
-        assert logged(rest, name) == [expected[step] for step in steps], name
+        expected = dict(enumerate(logged_values(whole, name), 1))
+        assert logged_values(rest, name) == [expected[step] for step in steps], name
     whole.save_model()
     rest.save_model()
-    expected = weights(tmp_path / "whole")
-    actual = weights(tmp_path / "parts")
+    expected = saved_weights(tmp_path / "whole")
+    actual = saved_weights(tmp_path / "parts")
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 def test_checkpoint_folder_holds_model_weights_without_optimizer(tmp_path):
-    trainer = script(lohan.hf.Trainer, tmp_path, save_strategy="steps", save_steps=3)
-    actual = weights(tmp_path / "checkpoint-6")
+    trainer = run_trainer(lohan.hf.Trainer, tmp_path, save_strategy="steps", save_steps=3)
+    actual = saved_weights(tmp_path / "checkpoint-6")
     trainer.save_model(str(tmp_path / "last"))
-    last = weights(tmp_path / "last")
+    last = saved_weights(tmp_path / "last")
     assert all(torch.equal(actual[name], last[name]) for name in last)
     assert (tmp_path / "checkpoint-3" / "trainer_state.json").is_file()
     assert not (tmp_path / "checkpoint-3" / "optimizer.pt").exists()
@@ -291,13 +292,16 @@ def test_checkpoint_folder_holds_model_weights_without_optimizer(tmp_path):
 
 def test_trains_model_of_lohan_load_with_budget_from_environment(tmp_path, monkeypatch):
     """Built by lohan.load, budget and drives from the environment."""
-    save_model(tmp_path / "base", CONFIGS["llama"])
+    save_model(tmp_path / "base", FAMILY_CONFIGS["llama"])
     monkeypatch.setenv("LOHAN_HOST", "64MiB")
     monkeypatch.setenv("LOHAN_SSD", str(tmp_path / "drive"))
     model = lohan.load(tmp_path / "base")
-    args = TrainingArguments(str(tmp_path / "out"), **{**SETTINGS, "max_steps": 3})
+    args = TrainingArguments(str(tmp_path / "out"), **{**TRAINER_SETTINGS, "max_steps": 3})
     trainer = lohan.hf.Trainer(
-        model=model, args=args, train_dataset=examples(12, vocab=VOCAB), data_collator=collate
+        model=model,
+        args=args,
+        train_dataset=token_examples(12, vocab=FAMILY_VOCAB),
+        data_collator=collate_padded,
     )
     trainer.train()
     assert trainer.session.store.dirs[0].parent == tmp_path / "drive"
@@ -305,19 +309,21 @@ def test_trains_model_of_lohan_load_with_budget_from_environment(tmp_path, monke
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     expected = transformers.Trainer(
         model=plain,
-        args=TrainingArguments(str(tmp_path / "t"), **{**SETTINGS, "max_steps": 3}),
-        train_dataset=examples(12, vocab=VOCAB),
-        data_collator=collate,
+        args=TrainingArguments(str(tmp_path / "t"), **{**TRAINER_SETTINGS, "max_steps": 3}),
+        train_dataset=token_examples(12, vocab=FAMILY_VOCAB),
+        data_collator=collate_padded,
     )
     expected.train()
-    assert logged(trainer, "loss") == pytest.approx(logged(expected, "loss"), rel=1e-4)
+    assert logged_values(trainer, "loss") == pytest.approx(
+        logged_values(expected, "loss"), rel=1e-4
+    )
 
 
 def test_bf16_is_a_type_of_weights_with_fp32_masters(tmp_path):
-    actual = script(lohan.hf.Trainer, tmp_path / "ours", bf16=True, max_steps=4)
-    expected = script(transformers.Trainer, tmp_path / "theirs", max_steps=4)
+    actual = run_trainer(lohan.hf.Trainer, tmp_path / "ours", bf16=True, max_steps=4)
+    expected = run_trainer(transformers.Trainer, tmp_path / "theirs", max_steps=4)
     assert actual.session.plan.dtype == "bf16"
-    assert logged(actual, "loss") == pytest.approx(logged(expected, "loss"), rel=0.02)
+    assert logged_values(actual, "loss") == pytest.approx(logged_values(expected, "loss"), rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -331,34 +337,34 @@ def test_bf16_is_a_type_of_weights_with_fp32_masters(tmp_path):
 )
 def test_rejects_unsupported_arguments(changes, message, tmp_path):
     with pytest.raises(lohan.LohanError, match=message):
-        script(lohan.hf.Trainer, tmp_path, **changes)
+        run_trainer(lohan.hf.Trainer, tmp_path, **changes)
 
 
 @pytest.mark.parametrize("momentum", thinned(["", "momentum=0.8,nesterov=True"], 1))
 def test_sgd_is_that_of_transformers(momentum, tmp_path):
     changes = {"optim": "sgd", "optim_args": momentum or None, "learning_rate": 0.05}
-    expected = script(transformers.Trainer, tmp_path / "theirs", **changes)
-    actual = script(lohan.hf.Trainer, tmp_path / "ours", **changes)
-    assert_alike(actual, expected)
+    expected = run_trainer(transformers.Trainer, tmp_path / "theirs", **changes)
+    actual = run_trainer(lohan.hf.Trainer, tmp_path / "ours", **changes)
+    assert_same_log(actual, expected)
     assert actual.session.plan.kind.optimizer == "sgd"
 
 
 def test_accepts_all_names_of_lion(tmp_path):
     collected = {}
     for name in ("lion_32bit", "paged_lion_8bit"):
-        result = script(lohan.hf.Trainer, tmp_path / name, optim=name, learning_rate=1e-3)
-        collected[name] = str(result.session.plan.kind), logged(result, "loss")
+        result = run_trainer(lohan.hf.Trainer, tmp_path / name, optim=name, learning_rate=1e-3)
+        collected[name] = str(result.session.plan.kind), logged_values(result, "loss")
     kinds = [kind for kind, _ in collected.values()]
     assert kinds == ["lion with fp32 moments", "lion with int8 moments"]
     wide, narrow = (losses for _, losses in collected.values())
     assert narrow != wide and narrow == pytest.approx(wide, rel=0.01)
     more = lohan.hf.LohanArguments(moments="bf16")
-    args = TrainingArguments(str(tmp_path / "bf16"), **SETTINGS, max_steps=1)
+    args = TrainingArguments(str(tmp_path / "bf16"), **TRAINER_SETTINGS, max_steps=1)
     trainer = lohan.hf.Trainer(
         model=small_model("llama"),
         args=args,
-        train_dataset=examples(8),
-        data_collator=collate,
+        train_dataset=token_examples(8),
+        data_collator=collate_padded,
         lohan=more,
     )
     trainer.train()
@@ -375,10 +381,10 @@ def test_every_refusal_names_the_argument_and_a_reason(name, tmp_path):
 
 def test_refuses_resume_from_checkpoint_without_state(tmp_path):
     changes = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "save_only_model": True}
-    script(lohan.hf.Trainer, tmp_path, **changes)
+    run_trainer(lohan.hf.Trainer, tmp_path, **changes)
     gc.collect()
     with pytest.raises(lohan.LohanError, match=r"is of step 2, the store is at step 4.*only_model"):
-        script(lohan.hf.Trainer, tmp_path, resume=str(tmp_path / "checkpoint-2"), **changes)
+        run_trainer(lohan.hf.Trainer, tmp_path, resume=str(tmp_path / "checkpoint-2"), **changes)
 
 
 def test_merged_batches_are_filled_on_the_right():

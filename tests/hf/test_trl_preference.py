@@ -18,7 +18,15 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from tests.support.sft_scripts import experts, logged, model, tokenizer
+from tests.support.generated_cases import thinned
+from tests.support.trainer_scripts import (
+    PAIR_ROWS,
+    logged_values,
+    run_preference_trainer,
+    script_experts,
+    script_model,
+    script_tokenizer,
+)
 
 EXTRA = "trainers of preferences need the extra: pip install 'lohan[trl]'"
 trl = pytest.importorskip("trl", reason=EXTRA)
@@ -28,8 +36,6 @@ import lohan  # noqa: E402
 import lohan.hf  # noqa: E402
 from lohan.errors import ConfigError, DataError, ModelError  # noqa: E402
 from lohan.hf import trl as ours_of_trl  # noqa: E402
-from tests.support.preference_scripts import PAIRS, script  # noqa: E402
-from tests.support.setting_grids import thinned  # noqa: E402
 
 
 def weights(trainer: Any, folder: Path) -> dict[str, torch.Tensor]:
@@ -62,14 +68,17 @@ NAMES = {
 
 def same(name: str, tmp_path: Path, **changes: Any) -> Any:
     reference, actual = (
-        script(name, tmp_path / str(own), ours=own, **changes) for own in (False, True)
+        run_preference_trainer(name, tmp_path / str(own), ours=own, **changes)
+        for own in (False, True)
     )
     if changes.get("load_best_model_at_end"):  # once more, as the best one was
         reference.evaluate(), actual.evaluate()
     for key in ("loss", "eval_loss", "grad_norm", *NAMES[name]):
         first = int(key == "rewards/accuracies")  # before the first step both are equal, or nearly
-        expected = logged(reference, key)[first:]
-        assert logged(actual, key)[first:] == pytest.approx(expected, rel=2e-4, abs=2e-5), key
+        expected = logged_values(reference, key)[first:]
+        assert logged_values(actual, key)[first:] == pytest.approx(expected, rel=2e-4, abs=2e-5), (
+            key
+        )
         assert expected, key
     after = weights(reference, tmp_path / "their-weights")
     result = weights(actual, tmp_path / "our-weights")
@@ -122,7 +131,7 @@ def test_an_adapter_is_switched_off_for_the_reference(name: str, tmp_path: Path)
         r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False
     )
     actual = same(name, tmp_path, peft=lora)
-    assert abs(logged(actual, "rewards/chosen")[0]) > 1e-3
+    assert abs(logged_values(actual, "rewards/chosen")[0]) > 1e-3
 
 
 @pytest.mark.parametrize("name", ["dpo", pytest.param("kto", marks=pytest.mark.slow)])
@@ -133,25 +142,29 @@ def test_a_resumed_training_keeps_its_reference(name: str, tmp_path: Path) -> No
         "save_steps": 2,
         "lr_scheduler_type": "constant",
     }
-    whole = script(name, tmp_path / "whole", ours=True, **settings, max_steps=4)
-    first = script(name, tmp_path / "parts", ours=True, **settings, max_steps=2)
+    whole = run_preference_trainer(name, tmp_path / "whole", ours=True, **settings, max_steps=4)
+    first = run_preference_trainer(name, tmp_path / "parts", ours=True, **settings, max_steps=2)
     first.session.close()
     files = sorted((tmp_path / "parts").glob("lohan-reference-*.npy"))
     before = [file.read_bytes() for file in files]
-    second = script(name, tmp_path / "parts", ours=True, **settings, max_steps=4, resume=True)
+    second = run_preference_trainer(
+        name, tmp_path / "parts", ours=True, **settings, max_steps=4, resume=True
+    )
     assert [file.read_bytes() for file in files] == before
     assert len(files) == 2
-    assert logged(second, "loss")[2:] == logged(whole, "loss")[2:]
+    assert logged_values(second, "loss")[2:] == logged_values(whole, "loss")[2:]
     second.session.close()
     files[0].unlink()
     with pytest.raises(DataError, match="log-probabilities are missing, and the model has"):
-        script(name, tmp_path / "parts", ours=True, **settings, max_steps=5, resume=True)
+        run_preference_trainer(
+            name, tmp_path / "parts", ours=True, **settings, max_steps=5, resume=True
+        )
 
 
 def test_evaluated_before_training_and_streamed_from_a_folder(tmp_path: Path) -> None:
     """`lohan.load` has no weights in memory; a reference that is the model: log 2."""
-    model().save_pretrained(tmp_path / "model")
-    trainer = script(
+    script_model().save_pretrained(tmp_path / "model")
+    trainer = run_preference_trainer(
         "dpo",
         tmp_path / "out",
         ours=True,
@@ -162,8 +175,10 @@ def test_evaluated_before_training_and_streamed_from_a_folder(tmp_path: Path) ->
     assert result["eval_loss"] == pytest.approx(np.log(2), abs=1e-6)
     assert result["eval_rewards/margins"] == pytest.approx(0, abs=1e-6)
     trainer.train()
-    expected = script("dpo", tmp_path / "theirs", ours=False)
-    assert logged(trainer, "loss") == pytest.approx(logged(expected, "loss"), rel=1e-4)
+    expected = run_preference_trainer("dpo", tmp_path / "theirs", ours=False)
+    assert logged_values(trainer, "loss") == pytest.approx(
+        logged_values(expected, "loss"), rel=1e-4
+    )
 
 
 @pytest.mark.slow
@@ -173,13 +188,13 @@ def test_metrics_of_logits_and_a_reference_of_ones_own(tmp_path: Path) -> None:
 
     def other() -> Any:
         torch.manual_seed(7)
-        result = model()
+        result = script_model()
         for parameter in result.parameters():
             parameter.data += 0.02 * torch.randn_like(parameter)
         return result
 
     runs = [
-        script(
+        run_preference_trainer(
             "dpo",
             tmp_path / str(actual),
             ours=actual,
@@ -189,7 +204,9 @@ def test_metrics_of_logits_and_a_reference_of_ones_own(tmp_path: Path) -> None:
         for actual in (False, True)
     ]
     for name in ("loss", "eval_mean", "eval_loss", "rewards/chosen"):
-        assert logged(runs[1], name) == pytest.approx(logged(runs[0], name), rel=2e-4), name
+        assert logged_values(runs[1], name) == pytest.approx(
+            logged_values(runs[0], name), rel=2e-4
+        ), name
 
 
 @pytest.mark.slow
@@ -197,13 +214,15 @@ def test_the_auxiliary_loss_of_experts(tmp_path: Path) -> None:
     """The weight is that of the trainer's config."""
     changes: Any = {"router_aux_loss_coef": 0.2, "eval_strategy": "no", "max_steps": 2}
     runs = [
-        script("kto", tmp_path / str(actual), ours=actual, start=experts, **changes)
+        run_preference_trainer(
+            "kto", tmp_path / str(actual), ours=actual, start=script_experts, **changes
+        )
         for actual in (False, True)
     ]
     for name in ("loss", "aux_loss", "grad_norm", "rewards/chosen"):
-        assert logged(runs[1], name) == pytest.approx(logged(runs[0], name), rel=2e-4, abs=2e-5), (
-            name
-        )
+        assert logged_values(runs[1], name) == pytest.approx(
+            logged_values(runs[0], name), rel=2e-4, abs=2e-5
+        ), name
 
 
 def test_no_full_logits_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,18 +236,23 @@ def test_no_full_logits_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         return result(self, hidden)
 
     monkeypatch.setattr(SlicedHead, "_logits", watched)
-    trainer = script("dpo", tmp_path / "out", ours=True, max_steps=1, eval_strategy="no")
+    trainer = run_preference_trainer(
+        "dpo", tmp_path / "out", ours=True, max_steps=1, eval_strategy="no"
+    )
     assert rows and max(rows) <= trainer.session.executor.plan.head_tokens
 
 
 def test_rejects_unsupported_arguments(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="sync_ref_model cannot be used"):
-        script("dpo", tmp_path / "a", ours=True, sync_ref_model=True)
-    stream = datasets.Dataset.from_list(PAIRS).to_iterable_dataset()
+        run_preference_trainer("dpo", tmp_path / "a", ours=True, sync_ref_model=True)
+    stream = datasets.Dataset.from_list(PAIR_ROWS).to_iterable_dataset()
     args = trl.DPOConfig(str(tmp_path / "b"), max_steps=1, use_cpu=True, bf16=False)
     with pytest.raises(ConfigError, match=r"needs a dataset with rows \(no IterableDataset"):
         lohan.hf.DPOTrainer(
-            model=model().to("meta"), args=args, train_dataset=stream, processing_class=tokenizer()
+            model=script_model().to("meta"),
+            args=args,
+            train_dataset=stream,
+            processing_class=script_tokenizer(),
         )
 
 
@@ -240,9 +264,11 @@ def test_streamed_data_without_an_adapter(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["orpo", "cpo"])
 def test_rejects_preferences_of_an_encoder_decoder_model(name: str, tmp_path: Path) -> None:
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
-    config = T5Config(vocab_size=len(tokenizer()), decoder_start_token_id=0, **sizes)
+    config = T5Config(vocab_size=len(script_tokenizer()), decoder_start_token_id=0, **sizes)
     with pytest.raises(ModelError, match="T5ForConditionalGeneration is an encoder-decoder model"):
-        script(name, tmp_path, ours=True, start=lambda: T5ForConditionalGeneration(config))
+        run_preference_trainer(
+            name, tmp_path, ours=True, start=lambda: T5ForConditionalGeneration(config)
+        )
 
 
 @pytest.mark.slow
@@ -266,14 +292,14 @@ def test_a_stream_of_data_with_an_adapter(tmp_path: Path) -> None:
             learning_rate=3e-3,
         )
         trainer = kind(
-            model=model(),
+            model=script_model(),
             args=args,
-            processing_class=tokenizer(),
-            train_dataset=datasets.Dataset.from_list(PAIRS).to_iterable_dataset(),
+            processing_class=script_tokenizer(),
+            train_dataset=datasets.Dataset.from_list(PAIR_ROWS).to_iterable_dataset(),
             peft_config=peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"),
         )
         trainer.train()
-        losses.append(logged(trainer, "loss"))
+        losses.append(logged_values(trainer, "loss"))
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
@@ -285,8 +311,8 @@ def test_without_arguments_those_of_the_library_are_checked_too(
     make_config = partial(trl.DPOConfig, use_cpu=True, bf16=False)  # theirs are for a GPU
     monkeypatch.setattr("trl.trainer.dpo_trainer.DPOConfig", make_config)
     trainer = lohan.hf.DPOTrainer(
-        model=model(),
-        train_dataset=datasets.Dataset.from_list(PAIRS[:4]),
-        processing_class=tokenizer(),
+        model=script_model(),
+        train_dataset=datasets.Dataset.from_list(PAIR_ROWS[:4]),
+        processing_class=script_tokenizer(),
     )
     assert trainer.args.gradient_checkpointing is False and trainer.ref_model is None

@@ -15,7 +15,12 @@ datasets = pytest.importorskip("datasets", reason=EXTRA)
 
 import lohan  # noqa: E402
 import lohan.hf  # noqa: E402
-from tests.support.sft_scripts import experts, logged, model, script  # noqa: E402
+from tests.support.trainer_scripts import (  # noqa: E402
+    logged_values,
+    run_sft_trainer,
+    script_experts,
+    script_model,
+)
 
 
 @pytest.mark.parametrize(
@@ -28,15 +33,17 @@ from tests.support.sft_scripts import experts, logged, model, script  # noqa: E4
     ids=["text", "prompt and completion", "packed"],
 )
 def test_the_same_losses_with_another_import(rows, changes, tmp_path):
-    expected = script(trl.SFTTrainer, tmp_path / "theirs", rows=rows, **changes)
-    actual = script(lohan.hf.SFTTrainer, tmp_path / "ours", rows=rows, **changes)
+    expected = run_sft_trainer(trl.SFTTrainer, tmp_path / "theirs", rows=rows, **changes)
+    actual = run_sft_trainer(lohan.hf.SFTTrainer, tmp_path / "ours", rows=rows, **changes)
     names = ["loss", "eval_loss", "grad_norm", "learning_rate", "num_tokens", "entropy"]
     names += ["mean_token_accuracy", "eval_entropy", "eval_mean_token_accuracy"]
     if changes.get("gradient_accumulation_steps"):  # theirs are means of means over batches
         names = [name for name in names if "entropy" not in name and "accuracy" not in name]
     for name in names:
-        assert logged(actual, name) == pytest.approx(logged(expected, name), rel=1e-4), name
-    assert len(logged(actual, "loss")) == 6
+        assert logged_values(actual, name) == pytest.approx(
+            logged_values(expected, name), rel=1e-4
+        ), name
+    assert len(logged_values(actual, "loss")) == 6
 
 
 def test_with_an_adapter(tmp_path):
@@ -44,12 +51,14 @@ def test_with_an_adapter(tmp_path):
     runs = []
     for kind, name in ((trl.SFTTrainer, "theirs"), (lohan.hf.SFTTrainer, "ours")):
         lora = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
-        runs.append(script(kind, tmp_path / name, peft=lora))
+        runs.append(run_sft_trainer(kind, tmp_path / name, peft=lora))
         runs[-1].save_model()
     reference, actual = runs
-    assert logged(actual, "loss") == pytest.approx(logged(reference, "loss"), rel=1e-4)
-    ours_loaded = peft.PeftModel.from_pretrained(model(), tmp_path / "ours")
-    theirs_loaded = peft.PeftModel.from_pretrained(model(), tmp_path / "theirs")
+    assert logged_values(actual, "loss") == pytest.approx(
+        logged_values(reference, "loss"), rel=1e-4
+    )
+    ours_loaded = peft.PeftModel.from_pretrained(script_model(), tmp_path / "ours")
+    theirs_loaded = peft.PeftModel.from_pretrained(script_model(), tmp_path / "theirs")
     expected = dict(theirs_loaded.named_parameters())
     for name, parameter in ours_loaded.named_parameters():
         assert torch.allclose(parameter, expected[name], atol=2e-5), name
@@ -58,15 +67,19 @@ def test_with_an_adapter(tmp_path):
 def test_resumed_beside_the_first_trainer_which_goes_with_its_last_name(tmp_path):
     """As in a notebook, the first trainer still exists; nothing else keeps it alive."""
     changes = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3, "eval_strategy": "no"}
-    first = script(lohan.hf.SFTTrainer, tmp_path, **changes)
-    losses = logged(first, "loss")
-    again = script(lohan.hf.SFTTrainer, tmp_path, resume=tmp_path / "checkpoint-1", **changes)
-    assert logged(again, "loss") == losses and first.session.closed
+    first = run_sft_trainer(lohan.hf.SFTTrainer, tmp_path, **changes)
+    losses = logged_values(first, "loss")
+    again = run_sft_trainer(
+        lohan.hf.SFTTrainer, tmp_path, resume=tmp_path / "checkpoint-1", **changes
+    )
+    assert logged_values(again, "loss") == losses and first.session.closed
     reference = weakref.ref(again)
     del again
     gc.collect()
     assert reference() is None
-    assert logged(script(lohan.hf.SFTTrainer, tmp_path, **changes), "loss") == losses
+    assert (
+        logged_values(run_sft_trainer(lohan.hf.SFTTrainer, tmp_path, **changes), "loss") == losses
+    )
 
 
 def test_the_auxiliary_loss_of_experts_is_in_the_log(tmp_path, monkeypatch):
@@ -76,10 +89,16 @@ def test_the_auxiliary_loss_of_experts_is_in_the_log(tmp_path, monkeypatch):
     runs = []
     for kind in (expected, lohan.hf.SFTTrainer):
         monkeypatch.setattr(trl, "SFTTrainer", kind)
-        runs.append(script(trl.SFTTrainer, tmp_path / kind.__module__, start=experts, **changes))
+        runs.append(
+            run_sft_trainer(
+                trl.SFTTrainer, tmp_path / kind.__module__, start=script_experts, **changes
+            )
+        )
     for name in ("loss", "aux_loss", "eval_aux_loss", "eval_loss", "grad_norm", "entropy"):
-        assert logged(runs[1], name) == pytest.approx(logged(runs[0], name), rel=1e-4), name
-    assert len(logged(runs[1], "aux_loss")) == 3
+        assert logged_values(runs[1], name) == pytest.approx(
+            logged_values(runs[0], name), rel=1e-4
+        ), name
+    assert len(logged_values(runs[1], "aux_loss")) == 3
 
 
 def test_metrics_and_a_smoothed_loss(tmp_path):
@@ -88,33 +107,37 @@ def test_metrics_and_a_smoothed_loss(tmp_path):
 
     names = ["loss", "eval_loss", "eval_mean", "entropy", "eval_entropy", "mean_token_accuracy"]
     runs = [
-        script(
+        run_sft_trainer(
             kind, tmp_path / kind.__module__, metrics=mean, label_smoothing_factor=0.1, max_steps=3
         )
         for kind in (trl.SFTTrainer, lohan.hf.SFTTrainer)
     ]
     for name in names:
-        assert logged(runs[1], name) == pytest.approx(logged(runs[0], name), rel=1e-4), name
+        assert logged_values(runs[1], name) == pytest.approx(
+            logged_values(runs[0], name), rel=1e-4
+        ), name
 
 
 def test_dft_loss_matches_trl(tmp_path):
     """This also holds after the best model was loaded, which restarts the executor."""
     best = {"load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 3}
     runs = [
-        script(kind, tmp_path / kind.__module__, loss_type="dft", max_steps=3, **best)
+        run_sft_trainer(kind, tmp_path / kind.__module__, loss_type="dft", max_steps=3, **best)
         for kind in (trl.SFTTrainer, lohan.hf.SFTTrainer)
     ]
     after = [run.evaluate() for run in runs]
     for name in ("eval_loss", "eval_entropy"):
         assert after[1][name] == pytest.approx(after[0][name], rel=1e-4), name
     for name in ("loss", "eval_loss", "grad_norm", "entropy"):
-        assert logged(runs[1], name) == pytest.approx(logged(runs[0], name), rel=1e-4), name
+        assert logged_values(runs[1], name) == pytest.approx(
+            logged_values(runs[0], name), rel=1e-4
+        ), name
 
 
 def test_a_change_of_plan_leaves_the_loss_as_it_is(tmp_path):
     """The settings of head and executor are kept when other activations are kept."""
     settings = {"loss_type": "dft", "max_steps": 2, "eval_strategy": "no"}
-    trainer = script(lohan.hf.SFTTrainer, tmp_path, **settings)
+    trainer = run_sft_trainer(lohan.hf.SFTTrainer, tmp_path, **settings)
     session, before = trainer.session, trainer.evaluate()["eval_loss"]
     session.head.ranks_apart, session.executor.mean_over = True, 3
     session.follow(session.plan)

@@ -18,8 +18,8 @@ pytest.importorskip("accelerate", reason="Trainer needs the extra: pip install '
 
 import lohan.hf
 from lohan.errors import ConfigError, LohanError, ModelError
-from tests.support.small_models import batches, small_model
-from tests.support.trainer_scripts import assert_alike, logged, script, weights
+from tests.support.models import batches, small_model
+from tests.support.trainer_scripts import assert_same_log, logged_values, run_trainer, saved_weights
 
 HEAD, NORM = "lm_head.weight", "model.norm.weight"
 
@@ -43,13 +43,13 @@ def with_own_step(kind: type) -> type:
 )
 def test_an_own_training_step_trains(changes, tmp_path):
     changes = {**changes, "max_steps": 3}
-    reference = script(with_own_step(transformers.Trainer), tmp_path / "theirs", **changes)
-    actual = script(with_own_step(lohan.hf.Trainer), tmp_path / "ours", **changes)
+    reference = run_trainer(with_own_step(transformers.Trainer), tmp_path / "theirs", **changes)
+    actual = run_trainer(with_own_step(lohan.hf.Trainer), tmp_path / "ours", **changes)
     assert actual.session.step == 3
-    assert_alike(actual, reference)
+    assert_same_log(actual, reference)
     for trainer in (actual, reference):
         trainer.save_model()
-    expected, result = weights(tmp_path / "theirs"), weights(tmp_path / "ours")
+    expected, result = saved_weights(tmp_path / "theirs"), saved_weights(tmp_path / "ours")
     assert max((expected[n] - result[n]).abs().max().item() for n in expected) < 2e-5
 
 
@@ -89,7 +89,7 @@ class Plainly(lohan.hf.Trainer):
 )
 def test_an_own_training_step_that_cannot_train_is_refused(kind, message, changes, tmp_path):
     with pytest.raises(ModelError, match=message):
-        script(kind, tmp_path, max_steps=1, **changes)
+        run_trainer(kind, tmp_path, max_steps=1, **changes)
 
 
 class Watches(TrainerCallback):
@@ -116,12 +116,12 @@ def test_callbacks_read_and_freeze_and_a_loss_depends_on_a_weight(tmp_path):
         model, seen = small_model("llama"), Watches()
         model.lm_head.weight.register_hook(lambda grad: grad * 2)
         penalised = type("Penalised", (Penalised, kind), {})
-        return script(
+        return run_trainer(
             penalised, tmp_path / kind.__module__, model=model, callbacks=[seen], max_steps=5
         ), seen
 
     (reference, expected), (actual, item) = run(transformers.Trainer), run(lohan.hf.Trainer)
-    assert_alike(actual, reference)
+    assert_same_log(actual, reference)
     assert item.log == pytest.approx(expected.log, rel=1e-5)
 
 
@@ -161,7 +161,7 @@ def set_gradient(model: Any) -> None:
 )
 def test_changes_that_come_too_late_are_refused(change, message, tmp_path):
     with pytest.raises((ModelError, ConfigError), match=message):
-        script(lohan.hf.Trainer, tmp_path, callbacks=[Changes(change)], max_steps=2)
+        run_trainer(lohan.hf.Trainer, tmp_path, callbacks=[Changes(change)], max_steps=2)
 
 
 class DoublesWhenSaving:
@@ -174,16 +174,16 @@ class DoublesWhenSaving:
 
 def test_state_dict_that_a_subclass_saves_is_written(tmp_path):
     kind = type("DoublesWhenSaving", (DoublesWhenSaving, lohan.hf.Trainer), {})
-    trainer = script(kind, tmp_path, max_steps=1)
+    trainer = run_trainer(kind, tmp_path, max_steps=1)
     trainer.save_model(str(tmp_path / "saved"))
-    saved = weights(tmp_path / "saved")
+    saved = saved_weights(tmp_path / "saved")
     assert torch.equal(saved[HEAD], 2 * trainer.model.get_parameter(HEAD).detach())
 
 
 def test_unfreezing_for_a_second_training_is_refused(tmp_path):
     model = small_model("llama")
     model.model.embed_tokens.requires_grad_(False)
-    trainer = script(lohan.hf.Trainer, tmp_path, model=model, max_steps=1)
+    trainer = run_trainer(lohan.hf.Trainer, tmp_path, model=model, max_steps=1)
     model.requires_grad_(True)
     with pytest.raises(ModelError, match=r"model\.embed_tokens\.weight was frozen when"):
         trainer.train()
@@ -191,7 +191,7 @@ def test_unfreezing_for_a_second_training_is_refused(tmp_path):
 
 def test_after_training_the_model_no_longer_trains_by_itself(tmp_path, monkeypatch):
     """Gradients are ordinary, a torch optimizer is refused, and train() can continue."""
-    trainer = script(lohan.hf.Trainer, tmp_path, max_steps=2)
+    trainer = run_trainer(lohan.hf.Trainer, tmp_path, max_steps=2)
     model, data = trainer.model, batches(1, batch=2, seq=8)[0]
     plain = copy.deepcopy(model)
     before = trainer.evaluate()["eval_loss"]
@@ -208,11 +208,11 @@ def test_after_training_the_model_no_longer_trains_by_itself(tmp_path, monkeypat
         model(**data).loss.backward()
     trainer.train()
     assert trainer.session.step == 4
-    assert len(logged(trainer, "loss")) == 2
+    assert len(logged_values(trainer, "loss")) == 2
 
 
 def test_weights_loaded_after_training_are_evaluated_and_saved(tmp_path):
-    trainer = script(lohan.hf.Trainer, tmp_path, max_steps=1)
+    trainer = run_trainer(lohan.hf.Trainer, tmp_path, max_steps=1)
     other = small_model("llama", seed=3)
     expected = transformers.Trainer(
         model=other,
@@ -223,5 +223,5 @@ def test_weights_loaded_after_training_are_evaluated_and_saved(tmp_path):
     trainer.model.load_state_dict(other.state_dict())
     assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-5)
     trainer.save_model(str(tmp_path / "saved"))
-    actual = weights(tmp_path / "saved")
+    actual = saved_weights(tmp_path / "saved")
     assert all(torch.equal(p, actual[name]) for name, p in other.named_parameters())

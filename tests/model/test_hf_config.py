@@ -29,21 +29,23 @@ from lohan.capture.tracing import inventory
 from lohan.errors import ConfigError
 from lohan.model.shapes import known_types, shape_from_config
 from lohan.planner import presets
-from tests.support.block_calls import call_made, second_block
-from tests.support.model_families import CONFIGS, GPT_SIZES, GROUPED, IDS, SIZES
+from tests.support.architectures import block_call, second_block
+from tests.support.models import FAMILY_CONFIGS, FAMILY_IDS, FAMILY_SIZES, GPT_SIZES, GROUPED_SIZES
 
-OPT = {**SIZES, "ffn_dim": 48, "word_embed_proj_dim": 32}
+OPT = {**FAMILY_SIZES, "ffn_dim": 48, "word_embed_proj_dim": 32}
 VARIANTS: dict[str, PreTrainedConfig] = {
-    **CONFIGS,
-    "phi3": Phi3Config(**GROUPED),
-    "llama, biases": LlamaConfig(**GROUPED, attention_bias=True, mlp_bias=True),
-    "llama, tied, all heads": LlamaConfig(**SIZES, tie_word_embeddings=True),
-    "llama, wide heads": LlamaConfig(**{**GROUPED, "head_dim": 24}),
-    "qwen3, tied, biases": Qwen3Config(**GROUPED, attention_bias=True, tie_word_embeddings=True),
-    "gpt2, own inner size": GPT2Config(**GPT_SIZES, **IDS, n_inner=80, resid_pdrop=0.0),
-    "gpt2, untied": GPT2Config(**GPT_SIZES, **IDS, tie_word_embeddings=False),
+    **FAMILY_CONFIGS,
+    "phi3": Phi3Config(**GROUPED_SIZES),
+    "llama, biases": LlamaConfig(**GROUPED_SIZES, attention_bias=True, mlp_bias=True),
+    "llama, tied, all heads": LlamaConfig(**FAMILY_SIZES, tie_word_embeddings=True),
+    "llama, wide heads": LlamaConfig(**{**GROUPED_SIZES, "head_dim": 24}),
+    "qwen3, tied, biases": Qwen3Config(
+        **GROUPED_SIZES, attention_bias=True, tie_word_embeddings=True
+    ),
+    "gpt2, own inner size": GPT2Config(**GPT_SIZES, **FAMILY_IDS, n_inner=80, resid_pdrop=0.0),
+    "gpt2, untied": GPT2Config(**GPT_SIZES, **FAMILY_IDS, tie_word_embeddings=False),
     "neox, one after the other": GPTNeoXConfig(
-        **SIZES, use_parallel_residual=False, attention_bias=False
+        **FAMILY_SIZES, use_parallel_residual=False, attention_bias=False
     ),
     "opt, narrow words, norms behind": OPTConfig(
         **{**OPT, "word_embed_proj_dim": 16}, do_layer_norm_before=False
@@ -61,10 +63,10 @@ VARIANTS: dict[str, PreTrainedConfig] = {
     ),
     "neox 20b": GPTNeoXConfig(num_hidden_layers=1),
     "gpt2": GPT2Config(n_layer=1),
-    "mixtral": MixtralConfig(**GROUPED, num_local_experts=4),
-    "qwen3_moe": Qwen3MoeConfig(**GROUPED, moe_intermediate_size=24, num_experts=8),
-    "gpt_oss": GptOssConfig(**GROUPED, num_local_experts=4),
-    "gpt_oss, no biases": GptOssConfig(**GROUPED, num_local_experts=4, attention_bias=False),
+    "mixtral": MixtralConfig(**GROUPED_SIZES, num_local_experts=4),
+    "qwen3_moe": Qwen3MoeConfig(**GROUPED_SIZES, moe_intermediate_size=24, num_experts=8),
+    "gpt_oss": GptOssConfig(**GROUPED_SIZES, num_local_experts=4),
+    "gpt_oss, no biases": GptOssConfig(**GROUPED_SIZES, num_local_experts=4, attention_bias=False),
     "gpt_oss 120b": GptOssConfig(num_hidden_layers=1),
 }
 
@@ -109,7 +111,7 @@ def test_a_key_left_out_has_the_default_of_transformers(kind):
     if kind == "gptj":
         needed |= {"n_embd": 256, "n_layer": 2, "n_head": 4, "rotary_dim": 8}
     if kind in ("gemma", "phi3"):
-        needed |= IDS
+        needed |= FAMILY_IDS
     built = AutoConfig.for_model(kind, **needed)
     assert shape_from_config({"model_type": kind, **needed}, kind).parameters == counts(built)[0]
 
@@ -134,7 +136,7 @@ GROUPED_WIDE = {**WIDE, "num_key_value_heads": 4}
         OPTConfig(**WIDE, ffn_dim=3072),
         MixtralConfig(**GROUPED_WIDE, intermediate_size=768, num_local_experts=8),
         Qwen3MoeConfig(**GROUPED_WIDE, moe_intermediate_size=192, num_experts=16, head_dim=64),
-        GptOssConfig(**GROUPED_WIDE, **IDS, intermediate_size=768, num_local_experts=8),
+        GptOssConfig(**GROUPED_WIDE, **FAMILY_IDS, intermediate_size=768, num_local_experts=8),
     ],
     ids=lambda config: config.model_type,
 )
@@ -172,9 +174,11 @@ def test_real_models_have_their_published_size(name, parameters):
 @pytest.mark.parametrize(
     "config",
     [
-        MixtralConfig(**GROUPED, num_local_experts=4),
-        Qwen3MoeConfig(**GROUPED, moe_intermediate_size=24, num_experts=8, num_experts_per_tok=4),
-        GptOssConfig(**GROUPED, num_local_experts=4, num_experts_per_tok=2),
+        MixtralConfig(**GROUPED_SIZES, num_local_experts=4),
+        Qwen3MoeConfig(
+            **GROUPED_SIZES, moe_intermediate_size=24, num_experts=8, num_experts_per_tok=4
+        ),
+        GptOssConfig(**GROUPED_SIZES, num_local_experts=4, num_experts_per_tok=2),
     ],
     ids=lambda config: config.model_type,
 )
@@ -194,11 +198,11 @@ def block_and_call(config):
     model = AutoModelForCausalLM.from_config(config).train()
     block = second_block(model)
     batch = {"input_ids": torch.ones(1, 16, dtype=torch.long), "use_cache": False}
-    return block, call_made(model, block, batch)
+    return block, block_call(model, block, batch)
 
 
 def test_rejects_layers_with_and_without_experts():
-    data = Qwen3MoeConfig(**GROUPED, mlp_only_layers=[0]).to_dict()
+    data = Qwen3MoeConfig(**GROUPED_SIZES, mlp_only_layers=[0]).to_dict()
     with pytest.raises(ConfigError, match="layers with experts and layers without"):
         shape_from_config(data, "x")
 
@@ -211,10 +215,10 @@ def test_a_paper_gpt_is_a_gpt2(tmp_path):
 
 def test_diffusers_dit_config_gives_parameter_counts(tmp_path):
     pytest.importorskip("diffusers")
-    from tests.support.diffusion_folders import loaded, save_pipeline
+    from tests.support.model_folders import load_denoiser, save_pipeline
 
     folder = save_pipeline(tmp_path, "dit") / "transformer"
-    actual, model = presets.model(folder), loaded(folder, "dit")
+    actual, model = presets.model(folder), load_denoiser(folder, "dit")
     assert actual.parameters == sum(p.numel() for p in model.parameters())
     assert actual.blocks[0].parameters == sum(
         p.numel() for p in model.transformer_blocks[0].parameters()
@@ -243,6 +247,6 @@ def test_an_unknown_model_type_is_refused_by_name():
     ],
 )
 def test_rejects_missing_and_wrong_keys(change, message):
-    data = {"model_type": "llama", **GROUPED, **change}
+    data = {"model_type": "llama", **GROUPED_SIZES, **change}
     with pytest.raises(ConfigError, match=message):
         shape_from_config(data, "x")

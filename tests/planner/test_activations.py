@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lohan.errors import ConfigError
 from lohan.planner import activations as acts
 from lohan.planner.activations import Step
-from tests.support.planner_shapes import DRIVE, machine, model
+from tests.support.generated_cases import SHAPE_DRIVE, machine_profile, model_shape
 
 rates = st.floats(1e9, 1e12)
 sizes = st.floats(0.0, 1e11)
@@ -24,8 +24,8 @@ classes = st.lists(
 
 @st.composite
 def steps(draw) -> Step:
-    drive = replace(DRIVE, read=draw(rates), write=draw(rates))
-    profile = machine(
+    drive = replace(SHAPE_DRIVE, read=draw(rates), write=draw(rates))
+    profile = machine_profile(
         drives=(drive,),
         h2d=draw(rates),
         d2h=draw(rates),
@@ -49,7 +49,7 @@ def steps(draw) -> Step:
 @given(steps(), classes)
 @settings(max_examples=200, deadline=None)
 def test_t_iter_is_convex_in_the_bytes_kept(step, kinds):
-    points = acts.curve(step, model(classes=kinds), tokens=4096, seq=1024)
+    points = acts.curve(step, model_shape(classes=kinds), tokens=4096, seq=1024)
     slopes = [(t1 - t0) / (a1 - a0) for (a0, t0), (a1, t1) in pairwise(points)]
     scale = max(t for _, t in points) / points[0][0]
     for before, after in pairwise(slopes):
@@ -59,7 +59,7 @@ def test_t_iter_is_convex_in_the_bytes_kept(step, kinds):
 @given(steps(), classes)
 @settings(max_examples=100, deadline=None)
 def test_algorithm_1_equals_brute_force(step, kinds):
-    shape = model(layers=2, classes=kinds[:4])
+    shape = model_shape(layers=2, classes=kinds[:4])
     chosen = acts.algorithm1(step, shape, tokens=4096, seq=1024)
     actual = acts.candidates(step, shape, tokens=4096, seq=1024)
     inputs = acts.input_bytes(shape, 4096)
@@ -81,9 +81,9 @@ def test_algorithm_1_equals_brute_force(step, kinds):
 @pytest.mark.parametrize("layers", [1, 2, 3])
 def test_algorithm_1_is_exact_for_equal_blocks(layers):
     """With one class, all candidates are equal, so brute force over their number is exact."""
-    shape = model(layers=layers, classes=((500.0, 5e8),))
+    shape = model_shape(layers=layers, classes=((500.0, 5e8),))
     step = Step(
-        profile=machine(),
+        profile=machine_profile(),
         forward_s=0.01,
         backward_s=0.02,
         weights=1e7,
@@ -105,7 +105,7 @@ def test_algorithm_1_is_exact_for_equal_blocks(layers):
 
 def base(**changes) -> Step:
     given = dict(
-        profile=machine(),
+        profile=machine_profile(),
         forward_s=1.0,
         backward_s=2.0,
         weights=0.0,
@@ -119,7 +119,7 @@ def base(**changes) -> Step:
 
 
 def test_three_cases_of_the_paper():
-    shape = model(layers=4, classes=((400.0, 8e8), (400.0, 1e3)))
+    shape = model_shape(layers=4, classes=((400.0, 8e8), (400.0, 1e3)))
     inputs = acts.input_bytes(shape, 4096)
 
     # Bound by the drives: nothing is gained, block inputs only.
@@ -137,13 +137,13 @@ def test_three_cases_of_the_paper():
 
 def test_block_inputs_are_always_kept():
     """The loop as printed in the paper may stop before all block inputs are kept."""
-    shape = model()
-    slow_link = base(profile=machine(d2h=1e3, h2d=1e3))
+    shape = model_shape()
+    slow_link = base(profile=machine_profile(d2h=1e3, h2d=1e3))
     assert acts.algorithm1(slow_link, shape, tokens=64, seq=64).bytes == acts.input_bytes(shape, 64)
 
 
 def test_rival_policies_stop_by_their_criterion():
-    shape = model(layers=4, classes=((400.0, 8e6), (100.0, 1e5)))
+    shape = model_shape(layers=4, classes=((400.0, 8e6), (100.0, 1e5)))
     inputs, whole = acts.input_bytes(shape, 4096), acts.g10(base(), shape, tokens=4096, seq=1024)
     assert whole.bytes == pytest.approx(2 * 4096 * 4 * 600)
     assert acts.static(base(), shape, tokens=4096, seq=1024).bytes == inputs
@@ -160,4 +160,4 @@ def test_rival_policies_stop_by_their_criterion():
 
 def test_an_unknown_activation_policy_is_refused():
     with pytest.raises(ConfigError, match=r"'best' is not an activation policy; they are holistic"):
-        acts.choose_by_policy("best", base(), model(), tokens=64, seq=64)
+        acts.choose_by_policy("best", base(), model_shape(), tokens=64, seq=64)

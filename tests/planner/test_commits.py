@@ -13,7 +13,7 @@ from lohan.planner import presets
 from lohan.planner.machine_plan import MachinePlan, PlanRequest, plan_for_machine
 from lohan.planner.wear import LONGEST_S
 from lohan.util.units import EVERY_STEP, GiB, Interval
-from tests.support.setting_grids import thinned
+from tests.support.generated_cases import thinned
 
 
 def planned(model: str = "qwen3-8b", machine: object = None, **options) -> MachinePlan:

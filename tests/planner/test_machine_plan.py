@@ -35,7 +35,7 @@ from lohan.schedule.simulate import lane_seconds
 from lohan.schedule.steps import spec_of
 from lohan.util.units import GiB, MiB, format_seconds
 from tests.support import HANG_S
-from tests.support.setting_grids import thinned
+from tests.support.generated_cases import thinned
 
 GB = 10**9
 

@@ -26,7 +26,7 @@ from lohan.planner.machine_plan import (
     without_lane,
 )
 from lohan.schedule.actions import to_text
-from tests.support.setting_grids import thinned
+from tests.support.generated_cases import thinned
 
 MODEL = gpt_shape(layers=8, heads=16, hidden=2048, name="small")
 MACHINE = replace(presets.machine("ratel-4090"), host_bytes=64 * 10**9)

@@ -28,7 +28,7 @@ from lohan.schedule.actions import Action
 from lohan.schedule.ops import Op
 from lohan.schedule.simulate import StepWork
 from lohan.schedule.steps import check_order, steps
-from tests.support.planner_shapes import DRIVE, machine, model
+from tests.support.generated_cases import SHAPE_DRIVE, machine_profile, model_shape
 
 LOHAN = policy("lohan")
 
@@ -51,7 +51,7 @@ def shape_for(chosen, small, *, spilled=0.0, gpus=1):
 @pytest.mark.parametrize("head", [0, 10**5])
 @pytest.mark.parametrize("spilled", [0.0, 0.5])
 def test_every_policy_makes_a_sound_schedule(name, head, spilled):
-    small = replace(model(layers=4), head_parameters=head, tied=not head)
+    small = replace(model_shape(layers=4), head_parameters=head, tied=not head)
     spec, _ = shape_for(POLICIES[name], small, spilled=spilled)
     check_order(spec, order_of(spec, POLICIES[name].update_mode))
 
@@ -59,14 +59,14 @@ def test_every_policy_makes_a_sound_schedule(name, head, spilled):
 @pytest.mark.parametrize("mode", ["serial", "naive", "optimized"])
 def test_every_way_of_offloading_gradients_is_sound(mode):
     chosen = replace(LOHAN, update_mode=mode)
-    spec, _ = shape_for(chosen, model(layers=4))
+    spec, _ = shape_for(chosen, model_shape(layers=4))
     check_order(spec, order_of(spec, mode))
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_policy_runs(name):
-    roomy = machine(device_bytes=10**12, device_rate=1e12)
-    outcome = run(POLICIES[name], model(), roomy, batch=4, seq=1024)
+    roomy = machine_profile(device_bytes=10**12, device_rate=1e12)
+    outcome = run(POLICIES[name], model_shape(), roomy, batch=4, seq=1024)
     assert outcome.feasible and outcome.reason == ""
     assert outcome.tokens_per_s == pytest.approx(4 * 1024 / outcome.step_s)
     assert 0 < outcome.lane_busy_s["compute"] <= outcome.step_s * 1.000001
@@ -88,7 +88,7 @@ def test_modes_in_their_order_and_traffic_the_same():
 
 def test_ssd_bytes_of_a_step_are_those_of_the_paper():
     """2P + 2P read for compute, 12P read and 14P written by updates; nothing else."""
-    small = model(layers=40)
+    small = model_shape(layers=40)
     spec, sites = shape_for(LOHAN, small)
     chunk_sizes = chunk_sizes_of(small)
     work = StepWork(
@@ -115,7 +115,7 @@ def test_ssd_bytes_of_a_step_are_those_of_the_paper():
 
 
 def test_updates_on_the_device_replace_the_cpu():
-    small = model(layers=2)
+    small = model_shape(layers=2)
     spec, _ = shape_for(policy("g10"), small)
     *_, last = steps(spec, order_of(spec, "serial"), 2)
     result = on_device(last["after backward"])
@@ -126,7 +126,7 @@ def test_updates_on_the_device_replace_the_cpu():
 
 
 def test_recomputation_ends_with_what_backward_needs_unless_it_is_whole():
-    block = model().blocks[0]
+    block = model_shape().blocks[0]
     site = block_work(block, tokens=10, seq=1024)
     assert site.recompute_flops == 10 * (8e6 + 1e5) and site.forward_flops == 10 * block.flops
     whole = block_work(block, tokens=10, seq=1024, whole=True)
@@ -136,7 +136,7 @@ def test_recomputation_ends_with_what_backward_needs_unless_it_is_whole():
 
 
 def test_the_clock_adds_what_software_costs():
-    small = model(layers=2)
+    small = model_shape(layers=2)
     spec, sites = shape_for(LOHAN, small)
     chunk_sizes = chunk_sizes_of(small)
     work = StepWork(
@@ -152,8 +152,8 @@ def test_the_clock_adds_what_software_costs():
         for s in p.values()
         for a in s
     }
-    plain = PolicyCosts(replace(LOHAN, op_s=0.0), machine(), work)
-    slow = PolicyCosts(replace(LOHAN, op_s=1.0), machine(), work)
+    plain = PolicyCosts(replace(LOHAN, op_s=0.0), machine_profile(), work)
+    slow = PolicyCosts(replace(LOHAN, op_s=1.0), machine_profile(), work)
     for kind, extra in {
         "S": 1,
         "W": 1,
@@ -163,18 +163,20 @@ def test_the_clock_adds_what_software_costs():
     }.items():
         more = slow.seconds(by_kind[kind]) - plain.seconds(by_kind[kind])
         assert more == pytest.approx(extra)
-    limited = PolicyCosts(replace(LOHAN, op_s=0.0, io_rate=1e9), machine(), work)
+    limited = PolicyCosts(replace(LOHAN, op_s=0.0, io_rate=1e9), machine_profile(), work)
     assert limited.seconds(by_kind["W"]) == pytest.approx(2 * plain.seconds(by_kind["W"]))
     # Sums in host memory: 2 bytes of every GPU's gradient and 8 of the result, however many.
     update_s = plain.seconds(by_kind["U"])
     for gpus, read in ((1, 0), (2, 12), (4, 16)):
-        clock = PolicyCosts(replace(LOHAN, sum_rate=1e9), machine(gpus=gpus), work)
+        clock = PolicyCosts(replace(LOHAN, sum_rate=1e9), machine_profile(gpus=gpus), work)
         assert clock.seconds(by_kind["U"]) == pytest.approx((1 + read) * update_s)
     # Compute waits for a share of what its own activations take over the link.
-    waiting, smooth = (PolicyCosts(replace(LOHAN, stall=s), machine(), work) for s in (0.5, 0.0))
+    waiting, smooth = (
+        PolicyCosts(replace(LOHAN, stall=s), machine_profile(), work) for s in (0.5, 0.0)
+    )
     for kind in (Op.FORWARD, Op.BACKWARD):
         block = Action(kind, 1)
-        link_s = sites[1].kept_bytes / machine().h2d
+        link_s = sites[1].kept_bytes / machine_profile().h2d
         assert waiting.seconds(block) - smooth.seconds(block) == pytest.approx(link_s / 2)
 
 
@@ -259,15 +261,17 @@ def test_refuses_choices_that_a_policy_fixes():
 )
 def test_refuses_unanswerable_simulations(changes, batch, message):
     with pytest.raises(ConfigError, match=message):
-        run(LOHAN, model(), machine(**changes), batch=batch, seq=64)
+        run(LOHAN, model_shape(), machine_profile(**changes), batch=batch, seq=64)
 
 
 def test_lohan_needs_drives_and_zero_offload_does_not():
-    outcome = run(LOHAN, model(), machine(drives=()), batch=1, seq=64)
+    outcome = run(LOHAN, model_shape(), machine_profile(drives=()), batch=1, seq=64)
     assert not outcome.feasible and "ssd" in outcome.reason
-    assert run(policy("zero-offload"), model(), machine(drives=()), batch=1, seq=64).feasible
+    assert run(
+        policy("zero-offload"), model_shape(), machine_profile(drives=()), batch=1, seq=64
+    ).feasible
 
 
 def test_full_drive_is_infeasible():
-    full = machine(drives=(replace(DRIVE, bytes=10**8),))
-    assert "ssd" in run(LOHAN, model(), full, batch=1, seq=64).reason
+    full = machine_profile(drives=(replace(SHAPE_DRIVE, bytes=10**8),))
+    assert "ssd" in run(LOHAN, model_shape(), full, batch=1, seq=64).reason

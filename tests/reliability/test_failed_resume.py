@@ -10,7 +10,7 @@ from lohan.errors import StorageIOError
 from lohan.store.admin import find_snapshot
 from lohan.store.manifest import read_manifest
 from lohan.train import trainer
-from tests.support.tiny_run import arguments, write_inputs
+from tests.support.forked_commands import tiny_arguments, write_tiny_inputs
 
 
 def test_failed_resume_releases_its_locks(
@@ -23,7 +23,9 @@ def test_failed_resume_releases_its_locks(
 
     out = tmp_path / "run"
     constant = ("--schedule", "constant", "--no-export")
-    begun = lohan("train", *arguments(write_inputs(tmp_path), out, *constant, "--steps", 1))
+    begun = lohan(
+        "train", *tiny_arguments(write_tiny_inputs(tmp_path), out, *constant, "--steps", 1)
+    )
     assert begun.code == 0, begun.err
     with monkeypatch.context() as patch:
         patch.setattr(trainer, "repair_logs", fails)
@@ -42,7 +44,7 @@ def test_missing_snapshot_is_taken_on_resume(
     """The next process makes the snapshot before its first step."""
     out = tmp_path / "run"
     more = ("--set", "budget.snapshot_every=2", "--no-export")
-    words = ("train", *arguments(write_inputs(tmp_path), out, *more))
+    words = ("train", *tiny_arguments(write_tiny_inputs(tmp_path), out, *more))
 
     def dies(*given: object) -> None:
         raise KeyboardInterrupt

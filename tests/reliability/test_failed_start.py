@@ -14,15 +14,15 @@ from lohan.config import Config, load_config
 from lohan.errors import LohanError
 from lohan.train import trainer
 from lohan.train.run_folder import RunFolder
-from tests.support.kept_files import assert_kept, tree
-from tests.support.numbered_faults import Error, Faults
-from tests.support.recording_display import Watch
-from tests.support.tiny_run import result, write_inputs
+from tests.support.faults import InjectedError, NumberedFaults
+from tests.support.forked_commands import tiny_result, write_tiny_inputs
+from tests.support.stores import assert_files_kept, file_digests
+from tests.support.training_runs import RecordingDisplay
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_inputs(tmp_path_factory.mktemp("inputs"))
+    return write_tiny_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 def config_of(inputs: Path, out: Path) -> Config:
@@ -46,7 +46,9 @@ class Failed(LohanError):
     """Raised by a start after its store was created."""
 
 
-def start_fails(config: Config, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> BaseException:
+def start_fails(
+    config: Config, faults: NumberedFaults, monkeypatch: pytest.MonkeyPatch
+) -> BaseException:
     """Run a start that fails, with faults during its undo."""
     result, undo = trainer.open_session, trainer.undo_start
 
@@ -62,7 +64,7 @@ def start_fails(config: Config, faults: Faults, monkeypatch: pytest.MonkeyPatch)
         patch.setattr(trainer, "open_session", opened)
         patch.setattr(trainer, "undo_start", undone)
         with pytest.raises((Failed, KeyboardInterrupt)) as caught:
-            trainer.train(config, Watch())
+            trainer.train(config, RecordingDisplay())
     return caught.value
 
 
@@ -71,32 +73,32 @@ def campaign(
     place: Path,
     monkeypatch: pytest.MonkeyPatch,
     *,
-    error: Error,
+    error: InjectedError,
     at: int,
     stride: int,
 ) -> int:
     config = config_of(inputs, place / "whole")
-    trainer.train(config, Watch())
-    whole, hits = result(place / "whole"), 0
+    trainer.train(config, RecordingDisplay())
+    whole, hits = tiny_result(place / "whole"), 0
     while True:
         out = place / f"run{at}"
         out.mkdir()
         (out / "mine.txt").write_text("mine")
-        before, config = tree(out), config_of(inputs, out)
-        faults = Faults(at=at, error=error)
+        before, config = file_digests(out), config_of(inputs, out)
+        faults = NumberedFaults(at=at, error=error)
         met = start_fails(config, faults, monkeypatch)
-        assert_kept(before, out, at)
+        assert_files_kept(before, out, at)
         if not faults.reached:
-            assert tree(out) == before, "all of it is taken back"
+            assert file_digests(out) == before, "all of it is taken back"
             return hits
         assert isinstance(met, KeyboardInterrupt if error is KeyboardInterrupt else Failed)
         try:
-            trainer.train(config, Watch())
+            trainer.train(config, RecordingDisplay())
         except LohanError as refusal:  # of a store that is still whole
             assert f"continue it with `lohan resume {out}`" in str(refusal)
-            trainer.resume(RunFolder(out), Watch())
-        assert result(out) == whole
-        assert_kept(before, out, at)
+            trainer.resume(RunFolder(out), RecordingDisplay())
+        assert tiny_result(out) == whole
+        assert_files_kept(before, out, at)
         hits, at = hits + 1, at + stride
 
 

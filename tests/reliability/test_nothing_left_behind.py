@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from benchmarks.soak import LIMITS, growing
 from lohan.capture.tracing import inventory
-from tests.support.tiny_run import arguments, write_inputs
+from tests.support.forked_commands import tiny_arguments, write_tiny_inputs
 
 
 def fake_tensors() -> int:
@@ -42,10 +42,10 @@ def test_trace_does_not_keep_its_graph_alive() -> None:
 
 def test_a_run_leaves_no_types_behind(tmp_path: Path, lohan) -> None:
     """Registries would keep a class that is created for a model."""
-    inputs = write_inputs(tmp_path)
+    inputs = write_tiny_inputs(tmp_path)
 
     def types_after(number: int) -> Counter[str]:
-        ended = lohan("train", *arguments(inputs, tmp_path / f"run-{number}"))
+        ended = lohan("train", *tiny_arguments(inputs, tmp_path / f"run-{number}"))
         assert ended.code == 0, ended.err
         gc.collect()
         collected = Counter(repr(kind) for kind in pytree.SUPPORTED_NODES)

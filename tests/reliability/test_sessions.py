@@ -29,15 +29,23 @@ from lohan.store.admin import describe
 from lohan.store.io_engine import open_engine
 from lohan.store.store import Store
 from tests.support import HANG_S
-from tests.support.delayed_runs import Tuning, data, tuned
-from tests.support.numbered_faults import Error, Faults, NumberedEngine
-from tests.support.setting_grids import each_value
-from tests.support.tied_sessions import STEPS, contents, finished, go_on, opened
+from tests.support.delayed_runs import (
+    TIED_STEPS,
+    PlanTuning,
+    committed_bytes,
+    finished_bytes,
+    net_batches,
+    open_tied_session,
+    train_until,
+    tune_plans,
+)
+from tests.support.faults import InjectedError, NumberedEngine, NumberedFaults
+from tests.support.generated_cases import each_value
 
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    return finished(tmp_path_factory.mktemp("all"))
+    return finished_bytes(tmp_path_factory.mktemp("all"))
 
 
 class Broken(Exception):
@@ -68,21 +76,21 @@ def breaking(session: lohan.Session) -> Iterator[None]:
 def test_failed_roll_back_blocks_further_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, expected: Any
 ) -> None:
-    tuned(monkeypatch, Tuning(cached=1.0))
-    session = opened(tmp_path, update_mode="optimized", overlap=False)
-    go_on(session, until=2)
+    tune_plans(monkeypatch, PlanTuning(cached=1.0))
+    session = open_tied_session(tmp_path, update_mode="optimized", overlap=False)
+    train_until(session, until=2)
 
     def fails() -> None:
         raise error
 
     with breaking(session), pytest.raises(Broken):
-        session.model(**data(STEPS)[2]).backward()
+        session.model(**net_batches(TIED_STEPS)[2]).backward()
     with monkeypatch.context() as patch:  # the next forward rolls it back
         patch.setattr(type(session.executor.runner), "load_host_cached", lambda runner: fails())
         with pytest.raises((StoreError, KeyboardInterrupt)):
-            go_on(session)
+            train_until(session)
     for use in (
-        lambda: go_on(session),
+        lambda: train_until(session),
         session.flush,
         session.commit,
         lambda: session.export(tmp_path / "out"),
@@ -91,10 +99,10 @@ def test_failed_roll_back_blocks_further_steps(
         with pytest.raises(StoreError, match=r"roll.*close the session and resume"):
             use()
     session.close()
-    with opened(tmp_path, resume=True) as again:
+    with open_tied_session(tmp_path, resume=True) as again:
         assert again.step == 2
-        go_on(again)
-        assert contents(again) == expected
+        train_until(again)
+        assert committed_bytes(again) == expected
 
 
 # -- a step that fails while the one before it is not committed yet -------------------------------
@@ -121,32 +129,32 @@ def test_a_finished_step_is_committed_when_the_next_one_fails(
     closed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: Any
 ) -> None:
     """The error is in the user's own code, between two blocks of backward."""
-    tuned(monkeypatch, Tuning(cached=1.0))  # so that compute need not wait for reads
-    session = opened(tmp_path, clip=0.0)
-    go_on(session, until=2)
+    tune_plans(monkeypatch, PlanTuning(cached=1.0))  # so that compute need not wait for reads
+    session = open_tied_session(tmp_path, clip=0.0)
+    train_until(session, until=2)
     session.flush()
     commit_late(session, monkeypatch)
-    go_on(session, until=3)
+    train_until(session, until=3)
     if closed:
         with pytest.raises(Broken), session, breaking(session):
-            session.model(**data(STEPS)[3]).backward()
-        session = opened(tmp_path, clip=0.0, resume=True)
+            session.model(**net_batches(TIED_STEPS)[3]).backward()
+        session = open_tied_session(tmp_path, clip=0.0, resume=True)
     else:
         with breaking(session), pytest.raises(Broken):
-            session.model(**data(STEPS)[3]).backward()
-        session.model(**data(STEPS)[3])  # gives up what broke off
+            session.model(**net_batches(TIED_STEPS)[3]).backward()
+        session.model(**net_batches(TIED_STEPS)[3])  # gives up what broke off
     with session:
         assert session.step == 3
-        go_on(session)
-        assert contents(session) == expected
+        train_until(session)
+        assert committed_bytes(session) == expected
 
 
 def test_warns_of_a_finished_step_that_is_not_committed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tuned(monkeypatch, Tuning())
-    session = opened(tmp_path, clip=1e9)
-    go_on(session, until=2)
+    tune_plans(monkeypatch, PlanTuning())
+    session = open_tied_session(tmp_path, clip=1e9)
+    train_until(session, until=2)
     session.flush()
 
     def fails(action: Action) -> None:
@@ -154,7 +162,7 @@ def test_warns_of_a_finished_step_that_is_not_committed(
             raise StorageIOError("no")
 
     session.executor.scheduler._lanes.delay = fails
-    go_on(session, until=3)
+    train_until(session, until=3)
     with (
         pytest.warns(UserWarning, match="training continues after step 2"),
         pytest.raises(StorageIOError),
@@ -218,9 +226,9 @@ def test_a_plan_that_cannot_be_followed(
     for_good: bool,
     expected: Any,
 ) -> None:
-    tuned(monkeypatch, Tuning(cached=0.5))
-    session = opened(tmp_path)
-    go_on(session, until=2)
+    tune_plans(monkeypatch, PlanTuning(cached=0.5))
+    session = open_tied_session(tmp_path)
+    train_until(session, until=2)
     with monkeypatch.context() as patch:
         real, tries = session._make_executor, 0
 
@@ -235,8 +243,8 @@ def test_a_plan_that_cannot_be_followed(
         with pytest.raises(type(error)):
             session.follow(session.plan)
     if not for_good:
-        go_on(session)
-        assert contents(session) == expected
+        train_until(session)
+        assert committed_bytes(session) == expected
         session.close()
         return
     for use in (session.flush, session.commit, lambda: session.step, lambda: session.plan):
@@ -244,9 +252,9 @@ def test_a_plan_that_cannot_be_followed(
             use()
     assert [row["progress"]["step"] for row in session.take_finished()] == [1, 2]
     session.close()
-    with opened(tmp_path, resume=True) as again:
-        go_on(again)
-        assert contents(again) == expected
+    with open_tied_session(tmp_path, resume=True) as again:
+        train_until(again)
+        assert committed_bytes(again) == expected
 
 
 def test_failed_plan_leaves_the_model_unchanged(
@@ -257,9 +265,9 @@ def test_failed_plan_leaves_the_model_unchanged(
     def fails(*given: Any) -> None:
         raise MemoryError
 
-    tuned(monkeypatch, Tuning(cached=0.5))
-    with opened(tmp_path) as session:
-        go_on(session, until=2)
+    tune_plans(monkeypatch, PlanTuning(cached=0.5))
+    with open_tied_session(tmp_path) as session:
+        train_until(session, until=2)
         with monkeypatch.context() as patch:
             calls = chain([fails], repeat(HostPool.ledger))
             patch.setattr(HostPool, "ledger", lambda *given: next(calls)(*given))
@@ -267,8 +275,8 @@ def test_failed_plan_leaves_the_model_unchanged(
                 session.follow(session.plan)
         hooks = session.model._forward_pre_hooks
         assert len(hooks) == 1
-        go_on(session)
-        assert contents(session) == expected
+        train_until(session)
+        assert committed_bytes(session) == expected
 
 
 # -- errors between two steps ---------------------------------------------------------------------
@@ -281,32 +289,32 @@ def test_failed_plan_leaves_the_model_unchanged(
 def test_an_error_between_two_steps_leaves_a_whole_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached: float, when: str, expected: Any
 ) -> None:
-    tuned(monkeypatch, Tuning(cached=cached))
-    with pytest.raises(Broken), opened(tmp_path) as session:
-        go_on(session, until=3)
+    tune_plans(monkeypatch, PlanTuning(cached=cached))
+    with pytest.raises(Broken), open_tied_session(tmp_path) as session:
+        train_until(session, until=3)
         if when == "in backward":
             with breaking(session):
-                session.model(**data(STEPS)[3]).backward()
+                session.model(**net_batches(TIED_STEPS)[3]).backward()
         if when == "after forward":
-            session.model(**data(STEPS)[3])
+            session.model(**net_batches(TIED_STEPS)[3])
         raise Broken
     facts = describe(tmp_path / "lohan-store")
     assert facts["state"] == "clean" and facts["meta"]["progress"]["step"] == 3
-    with opened(tmp_path, resume=True) as again:
-        go_on(again)
-        assert contents(again) == expected
+    with open_tied_session(tmp_path, resume=True) as again:
+        train_until(again)
+        assert committed_bytes(again) == expected
 
 
 # -- activations of killed sessions ---------------------------------------------------------------
 
 
 def test_activations_of_a_killed_session_go_at_the_next_open(tmp_path: Path) -> None:
-    from tests.support.store_content import REGIONS
+    from tests.support.stores import REGIONS
 
-    opened(tmp_path).close()
+    open_tied_session(tmp_path).close()
     left = Store.create(tmp_path / "lohan-store-activations", REGIONS, engine="threads")
     left._store_lock.release()  # as a killed process
-    with opened(tmp_path, resume=True):
+    with open_tied_session(tmp_path, resume=True):
         assert [p.name for p in tmp_path.iterdir()] == ["lohan-store"]
 
 
@@ -315,7 +323,7 @@ def test_activations_of_a_killed_session_go_at_the_next_open(tmp_path: Path) -> 
 
 def abort(session: lohan.Session, arm: Callable[[], None]) -> None:
     with breaking(session), suppress(Broken):
-        session.model(**data(STEPS)[2]).backward()
+        session.model(**net_batches(TIED_STEPS)[2]).backward()
     arm()
     session.flush()  # rolls it back
 
@@ -340,7 +348,7 @@ def hit(
     *,
     operation: str,
     at: int,
-    error: Error,
+    error: InjectedError,
     expected: dict[str, bytes],
 ) -> str | None:
     """Run a session of two steps whose `operation` fails at its n-th call; return the outcome.
@@ -349,9 +357,9 @@ def hit(
     """
     shutil.copytree(start, place)
     engine = NumberedEngine(open_engine("threads"))
-    session = opened(place, engine=engine, overlap=False, resume=True)
-    go_on(session, until=2)
-    faults = engine.faults = Faults(at=at, error=error)
+    session = open_tied_session(place, engine=engine, overlap=False, resume=True)
+    train_until(session, until=2)
+    faults = engine.faults = NumberedFaults(at=at, error=error)
     met: BaseException | None = None
     with pytest.MonkeyPatch.context() as patch:
         armed = faults.armed(patch)
@@ -368,8 +376,8 @@ def hit(
     outcome = "went on"
     if operation != "close":
         try:
-            go_on(session)
-            assert contents(session) == expected
+            train_until(session)
+            assert committed_bytes(session) == expected
         except LohanError:
             outcome = "refused"
     try:
@@ -378,16 +386,16 @@ def hit(
         outcome = "refused"
         session.close(flush=False)
     engine.close()
-    with opened(place, resume=True) as again:
-        go_on(again)
-        assert contents(again) == expected
+    with open_tied_session(place, resume=True) as again:
+        train_until(again)
+        assert committed_bytes(again) == expected
     return outcome
 
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    tuned(monkeypatch, Tuning(cached=0.5))
-    opened(tmp_path / "start").close()
+    tune_plans(monkeypatch, PlanTuning(cached=0.5))
+    open_tied_session(tmp_path / "start").close()
     return tmp_path / "start"
 
 
@@ -397,7 +405,7 @@ def campaign(
     monkeypatch: pytest.MonkeyPatch,
     *,
     stride: int,
-    error: Error,
+    error: InjectedError,
     first: int,
     **case: Any,
 ) -> dict[str, int]:
@@ -441,7 +449,7 @@ def test_a_second_fault(
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_a_second_fault_at_every_call(
     operation: str,
-    error: Error,
+    error: InjectedError,
     start: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import lohan
 from lohan import _core
 from lohan.cli.main import main as command_line
-from tests.support import diffusion_folders, forked_ranks
+from tests.support import forked_commands, model_folders, ranks
 from tests.support.forked_commands import Forge
 
 FROZEN = Path(__file__).parent / "frozen.json"
@@ -244,8 +244,8 @@ class Bench:
         if "diffusion" in case.command:
             model, data = self._place / "pipeline", self._place / "latents"
             if not model.exists():
-                diffusion_folders.save_pipeline(model, "dit")
-                diffusion_folders.save_latents(data, "dit")
+                model_folders.save_pipeline(model, "dit")
+                model_folders.save_latents(data, "dit")
         words = (
             "train",
             "--model",
@@ -269,10 +269,10 @@ class Bench:
         if case.ranks == 1:
             command(*words)
         else:
-            ended = forked_ranks.run(self._forge, case.ranks, *words)
+            ended = ranks.run_ranks(self._forge, case.ranks, *words)
             if any(rank.code for rank in ended):
-                raise RuntimeError(forked_ranks.errors_of(ended))
-        return [row["loss"] for row in forked_ranks.rows(place) if "loss" in row]
+                raise RuntimeError(ranks.errors_of_ranks(ended))
+        return [row["loss"] for row in forked_commands.metrics_rows(place) if "loss" in row]
 
     def plan(self, words: str) -> dict[str, Any]:
         plan: dict[str, Any] = json.loads(command("plan", *words.split(), "--json"))

@@ -11,7 +11,7 @@ import pytest
 
 from tests.replay.record import AGAIN, FROZEN, PLANS, SCHEDULES, WEIGHTS, Bench, bench
 from tests.support.forked_commands import Forge
-from tests.support.setting_grids import thinned
+from tests.support.generated_cases import thinned
 
 MEANT = f"If the change is meant, record again with `{AGAIN}` and say why in the commit."
 NEEDS = {"diffusion": "diffusers", "lora": "peft"}

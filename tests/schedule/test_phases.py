@@ -25,7 +25,13 @@ from lohan.schedule.phases import (
     one_backward,
     updates,
 )
-from tests.support.schedule_chains import Run, Step, chain_of, placed, runs
+from tests.support.generated_cases import (
+    ScheduledRun,
+    ScheduledStep,
+    chain_of,
+    placed_step,
+    scheduled_runs,
+)
 
 # -- text -----------------------------------------------------------------------------------------
 
@@ -109,10 +115,10 @@ MODES = [
 def test_no_update_mode_reads_weights_again_that_are_still_in_a_slot(mode, deferred, back, after):
     """Everything is still in its slot at the turn, so nothing is read again in any of them."""
     _, buffers = forward(TWO, empty_buffers(TWO), (0, 1))
-    schedule, buffers = backward(TWO, buffers, (1, 0), placed(TWO, mode, deferred))
+    schedule, buffers = backward(TWO, buffers, (1, 0), placed_step(TWO, mode, deferred))
     assert to_text(schedule) == back
     order = () if mode == "serial" else (0, 1)
-    schedule, _ = forward(TWO, buffers, order, placed(TWO, mode, deferred))
+    schedule, _ = forward(TWO, buffers, order, placed_step(TWO, mode, deferred))
     assert to_text(schedule) == after
 
 
@@ -120,7 +126,7 @@ def test_a_commit_on_demand_waits_for_updates_that_nothing_writes():
     """Everything is in memory, so the update in an earlier schedule has no write."""
     state = ((0, 0), (0, 1))
     spec = replace(ONE, host_cached_weights=(0,), host_cached_state=state)
-    uncommitted = placed(spec, commits=False)
+    uncommitted = placed_step(spec, commits=False)
     _, buffers = updates(spec, empty_buffers(spec), (0,), uncommitted)
     schedule, _ = updates(spec, buffers, (), uncommitted, end=True)
     assert to_text(schedule) == "E C(E,U0.1)"
@@ -129,7 +135,7 @@ def test_a_commit_on_demand_waits_for_updates_that_nothing_writes():
 def test_tied_weights_are_updated_after_their_last_use():
     schedule, buffers = forward(TIED, empty_buffers(TIED), (0, 1, 2))
     assert to_text(schedule) == ("R0@0 F0@0(R0) R1@0(F0) F1@0(R1) R0@0(F1) F2@0(R0)")
-    schedule, buffers = backward(TIED, buffers, (2, 1, 0), placed(TIED), unreached=(2,))
+    schedule, buffers = backward(TIED, buffers, (2, 1, 0), placed_step(TIED), unreached=(2,))
     assert to_text(schedule) == (
         "S1.0@0 B2@0 R1@0(B2) B1@0(R1) U1.0@0,0(B1) W1.0@0,0(U1.0) "
         "S0.0@0(W1.0) R0@0 B0@0(R0) U0.0@0,0(B0) "
@@ -140,9 +146,9 @@ def test_tied_weights_are_updated_after_their_last_use():
 
 def test_held_gradients_go_through_staging_buffers():
     _, buffers = forward(SPILLED, empty_buffers(SPILLED), (0, 1))
-    schedule, buffers = backward(SPILLED, buffers, (1, 0), placed(SPILLED, late=(0, 1)))
+    schedule, buffers = backward(SPILLED, buffers, (1, 0), placed_step(SPILLED, late=(0, 1)))
     assert to_text(schedule) == "B1@1 H1(B1) B0@0 H0(B0) P0.0@0(H0) P0.1@1 E"
-    schedule, _ = forward(SPILLED, buffers, (0, 1), placed(SPILLED, late=(0, 1)))
+    schedule, _ = forward(SPILLED, buffers, (0, 1), placed_step(SPILLED, late=(0, 1)))
     assert to_text(schedule) == (
         "G0.0@0(P0.0) S0.0@0 U0.0@0,0,0(E,S0.0) W0.0@0,0(U0.0) "
         "G0.1@1 S0.1@1 U0.1@1,0,1(S0.1) W0.1@1,0(U0.1) "
@@ -154,34 +160,34 @@ def test_state_in_memory_is_written_beside_the_next_backward():
     """This holds if all updates wait and a backward follows; otherwise it is written at once."""
     spec = replace(SPILLED, chunks=(1, 1), host_cached_weights=(0,), host_cached_state=((0, 0),))
     _, buffers = forward(spec, empty_buffers(spec), (0, 1))
-    _, before = backward(spec, buffers, (1, 0), placed(spec, late=(0, 1)))
-    schedule, buffers = forward(spec, before, (0, 1), placed(spec, late=(0, 1)))
+    _, before = backward(spec, buffers, (1, 0), placed_step(spec, late=(0, 1)))
+    schedule, buffers = forward(spec, before, (0, 1), placed_step(spec, late=(0, 1)))
     names = [action.name for action in schedule if action.lane != "optimizer"]
     assert names == ["G0.0", "S1.0", "W1.0", "F0", "F1"]
     assert to_text(buffers.behind) == "W0.0@2,2 C"
-    schedule, then = backward(spec, buffers, (1, 0), placed(spec, late=(0, 1)))
+    schedule, then = backward(spec, buffers, (1, 0), placed_step(spec, late=(0, 1)))
     names = [action.name for action in schedule if action.lane != "optimizer"]
     assert names == ["B1", "W0.0", "B0", "P0.0", "C", "E"] and not then.behind
     for phase, rest in (
-        (backward(spec, buffers, (1, 0), placed(spec, speculates=True)), "S1.0"),
+        (backward(spec, buffers, (1, 0), placed_step(spec, speculates=True)), "S1.0"),
         (one_backward(spec, buffers, 1), "B1"),
         (forward(spec, buffers, (0, 1), training=False), "F0"),
     ):
         assert [action.name for action in phase[0]][:3] == ["W0.0", "C", rest]
-    schedule, _ = forward(spec, before, (), placed(spec, late=(0, 1)))
+    schedule, _ = forward(spec, before, (), placed_step(spec, late=(0, 1)))
     assert [action.name for action in schedule][-2:] == ["W0.0", "C"]
-    schedule, _ = forward(spec, before, (0, 1), placed(spec, late=(0,)))
+    schedule, _ = forward(spec, before, (0, 1), placed_step(spec, late=(0,)))
     assert [action.name for action in schedule if action.kind in "WCF"] == ["W0.0", "C", "F0", "F1"]
 
 
 def test_updates_that_do_not_wait_for_the_norm():
     _, buffers = forward(TWO, empty_buffers(TWO), (0, 1))
-    schedule, buffers = backward(TWO, buffers, (1, 0), placed(TWO, speculates=True))
+    schedule, buffers = backward(TWO, buffers, (1, 0), placed_step(TWO, speculates=True))
     assert to_text(schedule) == (
         "S1.0@0 B1@1 H1(B1) U1.0@0,1(S1.0) W1.0@0,1(U1.0) S0.0@1 B0@0 "
         "H0(B0) U0.0@1,0(S0.0) W0.0@1,0(U0.0) E(H0)"
     )
-    schedule, _ = forward(TWO, buffers, (0, 1), placed(TWO, speculates=True))
+    schedule, _ = forward(TWO, buffers, (0, 1), placed_step(TWO, speculates=True))
     assert to_text(schedule) == "C(E) F0@0(U0.0) F1@1"
 
 
@@ -191,7 +197,9 @@ def test_state_in_memory_is_written_only_where_steps_are_durable():
         (True, "U1.0@2,2(B1) W1.0@2,2(U1.0) C(E)"),
         (False, "U1.0@2,2(B1) C(E,U1.0)"),
     ):
-        schedule, _ = backward(cached, empty_buffers(cached), (1,), placed(cached, commits=commits))
+        schedule, _ = backward(
+            cached, empty_buffers(cached), (1,), placed_step(cached, commits=commits)
+        )
         assert to_text(schedule).replace(" E", "") == f"B1@2 {wanted}"
 
 
@@ -199,9 +207,9 @@ def test_schedules_single_blocks_on_demand():
     _, buffers = forward(TWO, empty_buffers(TWO), (0, 1))
     schedule, buffers = one_backward(TWO, buffers, 1)
     assert to_text(schedule) == "B1@1"
-    schedule, buffers = updates(TWO, buffers, (1,), placed(TWO))
+    schedule, buffers = updates(TWO, buffers, (1,), placed_step(TWO))
     assert to_text(schedule) == "S1.0@0 U1.0@0,1(B1,S1.0) W1.0@0,1(U1.0)"
-    schedule, _ = updates(TWO, buffers, (0,), placed(TWO), end=True)
+    schedule, _ = updates(TWO, buffers, (0,), placed_step(TWO), end=True)
     assert to_text(schedule) == "E S0.0@1 U0.0@1,0(E,S0.0) W0.0@1,0(U0.0) C"
 
 
@@ -218,7 +226,7 @@ def test_gradients_of_the_head_leave_the_device_alone(head_alone, waits):
         head_alone=head_alone,
     )
     _, buffers = forward(spec, empty_buffers(spec), (0, 1, 2))
-    schedule, _ = backward(spec, buffers, (2, 1, 0), placed(spec, "naive"))
+    schedule, _ = backward(spec, buffers, (2, 1, 0), placed_step(spec, "naive"))
     actual = [action.waits for action in schedule if action.kind == "B"]
     assert [set(w) & {"D0", "D1", "D2"} for w in actual[1:]] == [set(w) for w in waits]
 
@@ -229,7 +237,7 @@ def test_site_of_several_groups_is_read_ahead_only_if_all_fit(window):
     spec = replace(TWO, sites=((0, 1), (0,), (2, 0)), chunks=(1, 1, 1), window=window)
     schedule, _ = forward(spec, empty_buffers(spec), (0, 1, 2, 0))
     assert [a.name for a in schedule if a.kind == "F"] == ["F0", "F1", "F2", "F0"]
-    backward(spec, empty_buffers(spec), (2, 1, 0), placed(spec))
+    backward(spec, empty_buffers(spec), (2, 1, 0), placed_step(spec))
     with pytest.raises(LohanError, match="1 weight slots cannot hold the 2 groups of one block"):
         forward(replace(spec, slots=1), empty_buffers(replace(spec, slots=1)), (0,))
     with pytest.raises(LohanError, match="1 weight slots cannot hold the 2 groups of one block"):
@@ -242,7 +250,7 @@ def test_table_of_uses_does_not_grow_with_the_steps():
     sizes = []
     for _ in range(4):
         _, buffers = forward(TWO, buffers, (0, 1))
-        _, buffers = backward(TWO, buffers, (1, 0), placed(TWO))
+        _, buffers = backward(TWO, buffers, (1, 0), placed_step(TWO))
         sizes.append(len(buffers.uses.recorded()))
     assert len(set(sizes[1:])) == 1
 
@@ -352,7 +360,7 @@ def test_a_write_waits_for_the_commit_before_it():
 def test_validates_against_the_buffers_of_earlier_schedules():
     """A schedule alone, with the table that it was made from."""
     _, buffers = forward(TIGHT, empty_buffers(TIGHT), (0, 1))
-    _, buffers = backward(TIGHT, buffers, (1, 0), placed(TIGHT))
+    _, buffers = backward(TIGHT, buffers, (1, 0), placed_step(TIGHT))
     schedule, _ = forward(TIGHT, buffers, (1,))
     assert to_text(schedule) == "R1@0(W0.0) F1@0(R1)"
     validate(schedule, TIGHT, buffers)
@@ -366,7 +374,7 @@ def test_validates_against_the_buffers_of_earlier_schedules():
 # -- any shape ------------------------------------------------------------------------------------
 
 
-def commit_between_spill_and_fetch() -> Run:
+def commit_between_spill_and_fetch() -> ScheduledRun:
     """Return a run whose commit is in the backward that fetches what forward has spilled."""
     spec = ScheduleSpec(
         sites=((0,),) * 4,
@@ -380,13 +388,15 @@ def commit_between_spill_and_fetch() -> Run:
         spilled_sites=frozenset({3}),
         act_buffers=1,
     )
-    first = Step(order=(0,), back=(0,), ahead=False, evaluated=(), speculates=False)
-    last = Step(order=(2, 3, 0), back=(0, 3, 2), ahead=True, evaluated=(), speculates=False)
-    return Run(spec, "naive", (0, 1), (first, first, last))
+    first = ScheduledStep(order=(0,), back=(0,), ahead=False, evaluated=(), speculates=False)
+    last = ScheduledStep(
+        order=(2, 3, 0), back=(0, 3, 2), ahead=True, evaluated=(), speculates=False
+    )
+    return ScheduledRun(spec, "naive", (0, 1), (first, first, last))
 
 
 @settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
-@given(runs())
+@given(scheduled_runs())
 @example(commit_between_spill_and_fetch())
 def test_random_schedules_are_valid(run):
     chain = chain_of(run)
@@ -397,7 +407,7 @@ def test_random_schedules_are_valid(run):
 
 @pytest.mark.slow
 @settings(max_examples=5000, deadline=None, suppress_health_check=list(HealthCheck))
-@given(runs())
+@given(scheduled_runs())
 def test_random_schedules_are_valid_long_form(run):
     interval = not run.commits
     validate(chain_of(run), run.spec, empty_buffers(run.spec), whole=True, by_interval=interval)

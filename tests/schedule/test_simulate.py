@@ -11,7 +11,7 @@ from lohan.errors import LohanError
 from lohan.schedule.actions import Action, from_text
 from lohan.schedule.ops import Op
 from lohan.schedule.simulate import BytesPerParameter, SiteWork, StepWork, simulate
-from tests.support.schedule_chains import chain_of, runs
+from tests.support.generated_cases import chain_of, scheduled_runs
 
 SECONDS = {"R": 2.0, "F": 3.0, "B": 4.0, "S": 1.0, "W": 1.0, "U": 5.0, "K": 1.5}
 
@@ -76,7 +76,7 @@ def test_the_trace_has_a_row_per_lane():
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-@given(runs())
+@given(scheduled_runs())
 def test_any_schedule_runs_in_the_order_of_its_waits(run):
     chain = chain_of(run)
     for shared in (False, True):

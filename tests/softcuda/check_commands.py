@@ -18,11 +18,20 @@ from lohan.tools.gpu_checks import CHECKS, run_here
 from lohan.tools.late_device import LateDevice
 from lohan.tools.self_test import compared
 from tests.softcuda import extension, unordered
-from tests.support.command_line import arguments, data_fixture, model_fixture, refused  # noqa: F401 - fixtures
-from tests.support.diffusion_folders import CONFIGS, save_latents, save_pipeline
 from tests.support.forked_commands import Ended
-from tests.support.interrupts import send_while_held
-from tests.support.tokenizer_folders import write_model
+from tests.support.model_folders import (
+    PIPELINE_CONFIGS,
+    save_latents,
+    save_pipeline,
+    write_word_model,
+)
+from tests.support.process_hooks import send_while_held
+from tests.support.training_runs import (
+    assert_refused,
+    data_fixture,  # noqa: F401 - a fixture
+    model_fixture,  # noqa: F401 - a fixture
+    train_arguments,
+)
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,7 +51,7 @@ def test_train_resume_evaluate_and_generate(lohan, model, data, tmp_path):
     for device in ("cpu", "cuda"):
         out = tmp_path / device
         more = ["--dtype", "fp32", "--micro-batch", 1, "--device", device]
-        ended = lohan(*arguments(model, data, out, *more))
+        ended = lohan(*train_arguments(model, data, out, *more))
         assert ended.code == 0, ended
         output = ended.out + ended.err  # the plan, line by line
         assert ("libraries and kernels" in output) == (device == "cuda"), ended
@@ -64,7 +73,9 @@ def test_nan_loss_ends_both_runs_alike(lohan, model, data, tmp_path):
     for device in ("cpu", "cuda"):
         out = tmp_path / device
         more = ["--dtype", "fp32", "--micro-batch", 1, "--device", device, "--lr", 1e30]
-        ended = lohan(*arguments(model, data, out, *more, "--steps", 4, "--commit-every", "step"))
+        ended = lohan(
+            *train_arguments(model, data, out, *more, "--steps", 4, "--commit-every", "step")
+        )
         assert ended.code != 0, ended
         kept = tmp_path / f"{device}-kept"
         exported = lohan("export", out, "--out", kept)
@@ -77,12 +88,12 @@ def test_nan_loss_ends_both_runs_alike(lohan, model, data, tmp_path):
 def test_a_deterministic_run_sets_workspaces_before_it_uses_the_device(model, data, tmp_path):
     """In a new process, because cuBLAS reads the setting when it is first used."""
     given = ["--device", "cuda", "--deterministic"]
-    ended = run(*arguments(model, data, tmp_path / "run", *given), CUBLAS_WORKSPACE_CONFIG="")
+    ended = run(*train_arguments(model, data, tmp_path / "run", *given), CUBLAS_WORKSPACE_CONFIG="")
     assert ended.code == 0, ended
 
 
 def test_generation_equals_that_on_the_cpu(lohan, tmp_path):
-    folder, collected = write_model(tmp_path / "model", "qwen3"), {}
+    folder, collected = write_word_model(tmp_path / "model", "qwen3"), {}
     requests = ["--prompt", "w1 w2 w3", "--max-new-tokens", 5, "--host", "64MiB", "--ssd", tmp_path]
     for device in ("cpu", "cuda"):
         ended = lohan(
@@ -96,8 +107,8 @@ def test_generation_equals_that_on_the_cpu(lohan, tmp_path):
 def test_diffusion_with_a_large_table_of_positions(lohan, tmp_path, monkeypatch):
     """SD3's belongs to the checkpoint, takes megabytes and never changes."""
     pytest.importorskip("diffusers")
-    name, config = CONFIGS["sd3"]
-    monkeypatch.setitem(CONFIGS, "sd3", (name, {**config, "pos_embed_max_size": 192}))
+    name, config = PIPELINE_CONFIGS["sd3"]
+    monkeypatch.setitem(PIPELINE_CONFIGS, "sd3", (name, {**config, "pos_embed_max_size": 192}))
     folder, images = save_pipeline(tmp_path / "sd3", "sd3"), save_latents(tmp_path / "data", "sd3")
     collected = {}
     for device in ("cpu", "cuda"):
@@ -136,7 +147,9 @@ def test_names_of_devices(lohan, model, data, tmp_path):
         ("xpu", r"xpu was requested.*is cuda.*--device cuda"),
         ("graphics", r"auto, cpu, cuda"),
     ):
-        refused(lohan(*arguments(model, data, tmp_path / "run", "--device", device)), message)
+        assert_refused(
+            lohan(*train_arguments(model, data, tmp_path / "run", "--device", device)), message
+        )
 
 
 def test_profile_and_doctor(lohan, tmp_path):
@@ -226,7 +239,7 @@ def run(*args: object, **env: str) -> Ended:
 
 
 HELD = (
-    "import runpy, tests.support.interrupts as i; i.hold_backward();"
+    "import runpy, tests.support.process_hooks as hooks; hooks.hold_backward();"
     "runpy.run_module('lohan', run_name='__main__', alter_sys=True)"
 )
 STOPPED = [  # Ctrl-C that come in a backward, steps that are committed, what is said
@@ -246,10 +259,10 @@ def test_ctrl_c_in_a_backward_on_a_device(stopped, lohan, model, data, tmp_path)
     count, steps, text = stopped
     out, more = tmp_path / "run", ["--device", "cuda", "--dtype", "fp32", "--commit-every", "step"]
     given = [*more, "--steps", 5]
-    ended = lohan(*arguments(model, data, tmp_path / "whole", *given))
+    ended = lohan(*train_arguments(model, data, tmp_path / "whole", *given))
     assert ended.code == 0, ended
     process = subprocess.Popen(
-        [sys.executable, "-c", HELD, *map(str, arguments(model, data, out, *given))],
+        [sys.executable, "-c", HELD, *map(str, train_arguments(model, data, out, *given))],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -286,7 +299,7 @@ def test_two_ranks_on_two_devices(model, data, tmp_path):
     for device in ("cpu", "cuda"):
         out = tmp_path / device
         more = ["--gpus", 2, "--device", device, "--dtype", "fp32", "--micro-batch", 1]
-        ended = run(*arguments(model, data, out, *more, "--steps", 4), **LATE_AND_POISONED)
+        ended = run(*train_arguments(model, data, out, *more, "--steps", 4), **LATE_AND_POISONED)
         assert ended.code == 0, ended
         collected[device] = losses(out), [row["grad_norm"] for row in rows(out) if "loss" in row]
     assert collected["cuda"][0] == collected["cpu"][0] and len(collected["cpu"][0]) == 4
@@ -294,7 +307,7 @@ def test_two_ranks_on_two_devices(model, data, tmp_path):
 
 
 def test_build_without_a_device_is_reported(model, data, tmp_path):
-    command = arguments(model, data, tmp_path / "run", "--device", "cuda")
+    command = train_arguments(model, data, tmp_path / "run", "--device", "cuda")
     ended = run(*command, SOFTCUDA_DEVICES="0")
     assert ended.code == 2 and "Traceback" not in ended.err
     assert re.search(r"built for cuda, but finds no device.*nvidia-smi.*--device cpu", ended.err)
@@ -303,7 +316,7 @@ def test_build_without_a_device_is_reported(model, data, tmp_path):
 def test_small_pieces_of_memory_serve_for_large_ones(model, data, tmp_path):
     """Expandable segments, set before torch is imported."""
     out = tmp_path / "run"
-    ended = run(*arguments(model, data, out, "--device", "cuda"))
+    ended = run(*train_arguments(model, data, out, "--device", "cuda"))
     assert ended.code == 0, ended
     code = (
         "from lohan.util.libraries import set_up_libraries as s; s(); import torch;"

@@ -18,16 +18,24 @@ from lohan.device.integrated import IntegratedDevice
 from lohan.errors import ConfigError
 from lohan.util.units import MiB
 from tests.softcuda import extension
-from tests.support import kept_activation_runs
-from tests.support.delayed_runs import Tuning, train
-from tests.support.kept_activation_runs import SLOW, folder_fixture, smaller  # noqa: F401 - a fixture
-from tests.support.overlap_cases import CLIP, KINDS, Case, check
-from tests.support.setting_grids import pairwise
-from tests.support.small_models import attached, batches, small_model
+from tests.support import delayed_runs
+from tests.support.delayed_runs import (
+    NET_KINDS,
+    OVERLAP_CLIP,
+    SLOW_PROFILE,
+    OverlapCase,
+    PlanTuning,
+    budget_that_spills,
+    check_overlap,
+    folder_fixture,  # noqa: F401 - a fixture
+    train_with_delays,
+)
+from tests.support.generated_cases import pairwise
+from tests.support.models import attached, batches, small_model
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[2]
-TINY = Tuning(window=1, slots=1, ring=2, spilled=0.6)
+TINY = PlanTuning(window=1, slots=1, ring=2, spilled=0.6)
 cuda: Any = extension()
 
 
@@ -38,10 +46,12 @@ def late_and_poisoned() -> Iterator[None]:
     yield
 
 
-@pytest.mark.parametrize(("kind", "mode", "clip"), pairwise(KINDS, UPDATE_MODES, [0.0, CLIP]))
+@pytest.mark.parametrize(
+    ("kind", "mode", "clip"), pairwise(NET_KINDS, UPDATE_MODES, [0.0, OVERLAP_CLIP])
+)
 def test_training_in_host_memory_changes_no_bit(kind, mode, clip, tmp_path):
-    case = Case(kind=kind, clip=clip)
-    check(case, tmp_path, TINY, mode=mode, seed=1, device=IntegratedDevice())
+    case = OverlapCase(kind=kind, clip=clip)
+    check_overlap(case, tmp_path, TINY, mode=mode, seed=1, device=IntegratedDevice())
 
 
 @pytest.mark.parametrize("activations", ["recompute", "all"])
@@ -52,7 +62,9 @@ def test_language_models(kind, activations, tmp_path):
         place = tmp_path / str(len(collected))
         place.mkdir()
         options = {"micro_batch": 2, "activations": activations, "device": device}
-        collected.append(train(small_model(kind), rows, place, batch=rows[0], **options))
+        collected.append(
+            train_with_delays(small_model(kind), rows, place, batch=rows[0], **options)
+        )
     collected[1].check(collected[0])
 
 
@@ -65,15 +77,15 @@ class WithoutOverhead(IntegratedDevice):
 
 def test_activations_come_back_from_the_ssd(folder, tmp_path):
     """A lane packs the activations, and compute reads them in the buffer of the drive."""
-    options = {"micro_batch": 2, "host": smaller(folder, 2, 0.0)}
-    wanted, _, _ = kept_activation_runs.train(
+    options = {"micro_batch": 2, "host": budget_that_spills(folder, 2, 0.0)}
+    wanted, _, _ = delayed_runs.train_with_kept_activations(
         folder, tmp_path / "plain", activations="recompute", overlap=False, **options
     )
-    result, plan, moved = kept_activation_runs.train(
+    result, plan, moved = delayed_runs.train_with_kept_activations(
         folder,
         tmp_path / "kept",
         activations="all",
-        profile=replace(SLOW, unified=True),
+        profile=replace(SLOW_PROFILE, unified=True),
         device=WithoutOverhead(),
         delays=1,
         **options,

@@ -17,7 +17,7 @@ from lohan.model.layout import FlatGroup, TensorSpec
 from lohan.util.units import MiB
 from tests.softcuda import extension, two_ranks, waits
 from tests.softcuda.check_training import cuda_device
-from tests.support.missing_waits import CopiesAtOnce, NeverWaits, kept_slices
+from tests.support.delayed_runs import CopiesAtOnce, NeverWaits, train_with_kept_slices
 
 pytestmark = pytest.mark.gpu
 COUNT = 1000
@@ -106,7 +106,7 @@ def test_finds_a_missing_wait_of_the_engine(careless):
     are found by their numbers (check_training.py).
     """
     with suppress(RuntimeError):  # the device's clock is read for events that have not come
-        kept_slices(careless())
+        train_with_kept_slices(careless())
     assert races()
 
 

@@ -30,14 +30,28 @@ from lohan.errors import BudgetError, ConfigError
 from lohan.model.layout import FlatGroup, TensorSpec
 from lohan.util.units import MiB
 from tests.softcuda import extension, unordered, waits
-from tests.support.delayed_runs import WIDTH, Result, Tuning, net, train, tuned
-from tests.support.missing_waits import CARELESS, ComputesAtOnce, SaysDone, kept_slices, shows
-from tests.support.overlap_cases import CLIP, Case, check_norm_of_device, plain
-from tests.support.small_models import SMALL, attached, batches, small_model
+from tests.support.delayed_runs import (
+    MISSING_WAITS,
+    NET_WIDTH,
+    OVERLAP_CLIP,
+    ComputeCountsAsDone,
+    CopiesCountAsDone,
+    OverlapCase,
+    PlanTuning,
+    RunResult,
+    check_norm_of_device,
+    missing_wait_shows,
+    serial_result,
+    small_net,
+    train_with_delays,
+    train_with_kept_slices,
+    tune_plans,
+)
+from tests.support.models import SMALL_SIZES, attached, batches, small_model
 
 pytestmark = pytest.mark.gpu
 OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7)
-TINY = Tuning(window=1, slots=1, ring=2, spilled=0.6)
+TINY = PlanTuning(window=1, slots=1, ring=2, spilled=0.6)
 ROOT = Path(__file__).resolve().parents[2]
 cuda: Any = extension()
 
@@ -61,7 +75,7 @@ def cuda_device(memory: int | None = None, number: int | None = None) -> Acceler
     return AcceleratorDevice(memory, number=number)
 
 
-def same(actual: Result, wanted: Result) -> None:
+def same(actual: RunResult, wanted: RunResult) -> None:
     actual.check_there(wanted)
 
 
@@ -70,9 +84,9 @@ def made_of(kind: str) -> nn.Module:
 
 
 @functools.cache
-def on_cpu(kind: str, rows: str = "") -> Result:
+def on_cpu(kind: str, rows: str = "") -> RunResult:
     with TemporaryDirectory() as place:
-        return train(
+        return train_with_delays(
             small_model(kind),
             rows_of(rows),
             Path(place),
@@ -107,7 +121,7 @@ def rows_of(how: str, steps: int = 3) -> list[dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_language_models(kind, mode, activations, tmp_path):
     actual_rows, before = rows_of(""), cuda.counts()
-    result = train(
+    result = train_with_delays(
         small_model(kind),
         actual_rows,
         tmp_path,
@@ -130,7 +144,7 @@ def test_language_models(kind, mode, activations, tmp_path):
 def test_padded_and_packed_rows(kind, how, activations, tmp_path):
     """A mask selects another kernel, whose random state is on the host."""
     actual_rows = rows_of(how)
-    result = train(
+    result = train_with_delays(
         small_model(kind),
         actual_rows,
         tmp_path,
@@ -147,18 +161,21 @@ def test_the_norm_is_made_on_the_device(doubles, monkeypatch, tmp_path):
     check_norm_of_device(cuda_device(), doubles, TINY, tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize("clip", [0.0, CLIP])
+@pytest.mark.parametrize("clip", [0.0, OVERLAP_CLIP])
 @pytest.mark.parametrize("mode", UPDATE_MODES)
 @pytest.mark.parametrize("kind", ["tied", "several"])
 def test_every_buffer_is_used_again_and_again(kind, mode, clip, tmp_path):
-    case = Case(kind=kind, clip=clip)
-    same(case.run(tmp_path, TINY, update_mode=mode, seed=2, device=cuda_device()), plain(case))
+    case = OverlapCase(kind=kind, clip=clip)
+    same(
+        case.run(tmp_path, TINY, update_mode=mode, seed=2, device=cuda_device()),
+        serial_result(case),
+    )
 
 
 def test_the_second_device(tmp_path):
     actual_rows, first = rows_of(""), torch.cuda.memory_reserved(0)
     device = cuda_device(number=1)
-    result = train(
+    result = train_with_delays(
         small_model("llama"),
         actual_rows,
         tmp_path,
@@ -195,7 +212,7 @@ def test_dropout_draws_the_same_when_it_is_kept_and_when_it_is_recomputed(how, t
     for activations in ("recompute", "all"):
         torch.cuda.manual_seed_all(3)
         results.append(
-            train(
+            train_with_delays(
                 dropping(),
                 actual_rows,
                 tmp_path / activations,
@@ -213,10 +230,12 @@ def test_half_precision_with_flash_attention(dtype, tmp_path):
     """Before torch 2.7, the CPU's kernel does not support shared heads, so Llama uses another."""
     kind, actual_rows = "gpt2" if OLD else "llama", rows_of("", steps=2)
     options = {"micro_batch": 2, "batch": actual_rows[0]}
-    wanted = train(small_model(kind, dtype=dtype), actual_rows, tmp_path / "cpu", **options)
+    wanted = train_with_delays(
+        small_model(kind, dtype=dtype), actual_rows, tmp_path / "cpu", **options
+    )
     for activations in ("recompute", "all"):
         place = tmp_path / activations
-        result = train(
+        result = train_with_delays(
             small_model(kind, dtype=dtype),
             actual_rows,
             place,
@@ -237,7 +256,9 @@ def test_lora(tmp_path):
         model = get_peft_model(small_model("llama"), LoraConfig(r=4, task_type="CAUSAL_LM"))
         place = tmp_path / str(len(results))
         results.append(
-            train(model, actual_rows, place, batch=actual_rows[0], micro_batch=2, device=device)
+            train_with_delays(
+                model, actual_rows, place, batch=actual_rows[0], micro_batch=2, device=device
+            )
         )
     same(results[1], results[0])
 
@@ -254,7 +275,7 @@ def test_a_deterministic_run_uses_kernels_with_a_fixed_order(deterministic, tmp_
     monkeypatch.setenv(determinism.WORKSPACE, determinism.FIXED[0])
     monkeypatch.setattr(AcceleratorDevice, "mark", mark)
     options = {"device": cuda_device(), "deterministic": deterministic}
-    result = train(
+    result = train_with_delays(
         small_model("llama"), actual_rows, tmp_path, batch=actual_rows[0], micro_batch=2, **options
     )
     same(result, on_cpu("llama"))
@@ -281,8 +302,10 @@ class Large(nn.Module):
 
 def test_large_constant_buffer_is_not_committed_with_a_step(tmp_path):
     created = [{"x": torch.randn(2, 5, 32), "target": torch.randn(2, 5, 32)} for _ in range(2)]
-    wanted = train(Large(), created, tmp_path / "cpu", batch=created[0])
-    result = train(Large(), created, tmp_path / "there", batch=created[0], device=cuda_device())
+    wanted = train_with_delays(Large(), created, tmp_path / "cpu", batch=created[0])
+    result = train_with_delays(
+        Large(), created, tmp_path / "there", batch=created[0], device=cuda_device()
+    )
     same(result, wanted)
     with attached(Large(), tmp_path / "meta", batch=created[0], device=cuda_device()) as session:
         session.model(**created[0]).backward()
@@ -297,13 +320,13 @@ def test_large_constant_buffer_is_not_committed_with_a_step(tmp_path):
 # -- a wait that is missing ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("careless", [SaysDone, ComputesAtOnce])
+@pytest.mark.parametrize("careless", [CopiesCountAsDone, ComputeCountsAsDone])
 def test_a_missing_wait_of_the_host_shows(careless):
     """A missing wait changes results; check_order.py tests waits between streams."""
     warnings.simplefilter("ignore")  # of numbers that are not there
-    (copies_us, operators_us) = next(late for kind, *late in CARELESS if kind is careless)
+    (copies_us, operators_us) = next(late for kind, *late in MISSING_WAITS if kind is careless)
     with unordered():
-        assert shows(
+        assert missing_wait_shows(
             careless, lambda times: cuda.set_delays(times * copies_us, times * operators_us, 0)
         )
 
@@ -312,7 +335,7 @@ def test_a_missing_wait_of_the_host_shows(careless):
 def test_two_of_four_slices_are_on_the_device(late):
     """This holds for any delays."""
     cuda.set_delays(*late)
-    same(kept_slices(cuda_device()), kept_slices("cpu"))
+    same(train_with_kept_slices(cuda_device()), train_with_kept_slices("cpu"))
 
 
 def test_what_is_set_aside_comes_back_when_it_has_left():
@@ -388,7 +411,7 @@ def test_a_step_waits_only_where_it_says(kind, activations, tmp_path):
 def plain_batches(count: int, *, rows: int) -> list[dict[str, torch.Tensor]]:
     draws = torch.Generator().manual_seed(5)
     return [
-        {name: torch.randn(rows, 3, WIDTH, generator=draws) for name in ("x", "target")}
+        {name: torch.randn(rows, 3, NET_WIDTH, generator=draws) for name in ("x", "target")}
         for _ in range(count)
     ]
 
@@ -408,7 +431,7 @@ def launched_before_a_wait(phase: str, rows: int, place: Path) -> tuple[int, int
             launched.append(now)
             cuda.hold(stream, False)
 
-    with attached(net("plain"), place, micro_batch=1, device=cuda_device()) as session:
+    with attached(small_net("plain"), place, micro_batch=1, device=cuda_device()) as session:
         *settling, last = plain_batches(3, rows=rows)
         for batch in settling:
             session.model(**batch).backward()
@@ -472,7 +495,7 @@ def test_nothing_on_the_stream_of_weights_waits_for_compute(monkeypatch):
 
     monkeypatch.setattr(AcceleratorDevice, "copy", copy)
     cuda.set_delays(0, 0, 0)
-    kept_slices(cuda_device())
+    train_with_kept_slices(cuda_device())
     assert "slices" in waiting and "h2d" not in waiting
 
 
@@ -498,21 +521,21 @@ def test_spans_of_compute_are_by_the_clock_of_the_device(tmp_path, monkeypatch):
 
 
 def test_pageable_memory_is_reported_once_and_changes_no_bit(tmp_path):
-    case = Case(kind="plain")
+    case = OverlapCase(kind="plain")
     cuda.set_pinnable(4096)
     with pytest.warns(RuntimeWarning, match=r"cannot pin .*--host.*WSL2") as caught:
         result = case.run(tmp_path, TINY, update_mode="balanced", seed=5, device=cuda_device())
     assert len([w for w in caught if "cannot pin" in str(w.message)]) == 1
-    same(result, plain(case))
+    same(result, serial_result(case))
 
 
 def test_copies_to_pageable_memory_do_not_block_the_launching_thread():
     """Four slices a block leave and come back through memory that cannot be pinned."""
     warnings.simplefilter("ignore")
-    wanted = kept_slices("cpu")
+    wanted = train_with_kept_slices("cpu")
     cuda.set_pinnable(4096)
     with waits() as seen_waits:
-        same(kept_slices(cuda_device()), wanted)
+        same(train_with_kept_slices(cuda_device()), wanted)
     blocked = [w for w in seen_waits if "pageable" in w.what and w.thread.startswith(LAUNCHING)]
     assert seen_waits and not [w for w in blocked if w.site[0].startswith("lohan/device")], list(
         map(str, blocked)
@@ -554,7 +577,7 @@ def test_slots_that_every_block_passes_through_are_pinned_first(tmp_path):
     actual_rows, pinned = rows_of(""), []
     device = Few()
     with pytest.MonkeyPatch.context() as patch:
-        tuned(patch, Tuning(window=1, slots=1, ring=2, cached=0.5))
+        tune_plans(patch, PlanTuning(window=1, slots=1, ring=2, cached=0.5))
         for pinnable in (0, 1):
             place = tmp_path / str(pinnable)
             place.mkdir()
@@ -645,7 +668,7 @@ class Optimist(AcceleratorDevice):
 
 def wide_model() -> nn.Module:
     torch.manual_seed(0)
-    sizes = {**SMALL, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4}
+    sizes = {**SMALL_SIZES, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4}
     return AutoModelForCausalLM.from_config(LlamaConfig(**sizes, use_cache=False)).train()
 
 

@@ -13,15 +13,15 @@ from lohan.store import admin
 from lohan.store.admin import restore
 from lohan.store.files import StoreLock
 from lohan.store.store import Store
-from tests.support.numbered_faults import Faults
-from tests.support.store_content import REGIONS, step, write_all
+from tests.support.faults import NumberedFaults
+from tests.support.stores import REGIONS, commit_next, write_generation
 
 Work = Callable[[Path], None]
 
 
 def created(folder: Path) -> None:
     with Store.create(folder / "deep" / "store", REGIONS, engine="threads") as store:
-        step(store)
+        commit_next(store)
 
 
 def kept(folder: Path) -> None:
@@ -30,14 +30,14 @@ def kept(folder: Path) -> None:
         folder / "store", REGIONS, durability="checkpoint", engine="threads"
     ) as store:
         for _ in range(2):
-            step(store)
+            commit_next(store)
             admin.snapshot(store, folder / "snapshot", engine="threads")
 
 
 def put_back(folder: Path) -> None:
     kept(folder)
     with Store.open(folder / "store", engine="threads") as store:
-        write_all(store, 2)
+        write_generation(store, 2)
     restore(folder / "snapshot", [folder / "store"], engine="threads").close()
 
 
@@ -47,7 +47,7 @@ def test_failed_calls_are_reported(
 ) -> None:
     at, reported = 1, 0
     while True:
-        faults = Faults(at=at, error=OSError)
+        faults = NumberedFaults(at=at, error=OSError)
         folder = tmp_path / str(at)
         folder.mkdir()
         try:

@@ -13,28 +13,28 @@ from lohan.store.extents import Region, layout_from_json, plan_layout
 from lohan.store.files import FIXED, SLOTS
 from lohan.store.store import Store
 from lohan.util.units import PAGE
-from tests.support.store_content import (
-    MIXED,
+from tests.support.stores import (
+    FIXED_REGION,
     REGIONS,
-    WEIGHTS,
-    content,
+    REGIONS_WITH_FIXED,
+    chunk_content,
+    commit_next,
     read_chunk,
-    step,
-    write_all,
-    write_fixed,
+    write_fixed_region,
+    write_generation,
 )
 
 
 def assert_fixed(store: Store) -> None:
-    for chunk, size in enumerate(WEIGHTS.chunks):
-        expected = content("base", chunk, size, 0)
+    for chunk, size in enumerate(FIXED_REGION.chunks):
+        expected = chunk_content("base", chunk, size, 0)
         assert np.array_equal(read_chunk(store, "base", chunk, size), expected)
 
 
 def create_store(path: Path, *, durability: str = "step") -> Store:
-    store = Store.create(path, MIXED, durability=durability)
-    write_fixed(store)
-    write_all(store, 0)
+    store = Store.create(path, REGIONS_WITH_FIXED, durability=durability)
+    write_fixed_region(store)
+    write_generation(store, 0)
     store.commit({"step": 0})
     return store
 
@@ -45,7 +45,7 @@ def test_stores_fixed_regions_once_for_all_generations(tmp_path: Path, durabilit
         before = (tmp_path / "s" / FIXED).stat()
         for _ in range(3):
             assert_fixed(store)
-            step(store)
+            commit_next(store)
         store.commit(clean=True) if durability == "checkpoint" else None
         assert_fixed(store)
     assert (tmp_path / "s" / FIXED).stat().st_mtime_ns == before.st_mtime_ns
@@ -56,7 +56,7 @@ def test_stores_fixed_regions_once_for_all_generations(tmp_path: Path, durabilit
         slots = 2 if durability == "step" else 1
         sizes = [file.stat().st_size for file in (tmp_path / "s").glob("*.bin")]
         assert sum(sizes) == (8 * slots + 5 + 3) * PAGE
-        step(store)
+        commit_next(store)
         store.commit(clean=True) if durability == "checkpoint" else None
     with Store.open(tmp_path / "s") as store:
         assert_fixed(store)
@@ -68,17 +68,17 @@ def test_fixed_region_is_not_written_after_the_first_commit(tmp_path: Path):
         create_store(tmp_path / "s") as store,
         pytest.raises(StoreError, match="'base' chunk 0 is fixed"),
     ):
-        write_fixed(store)
+        write_fixed_region(store)
 
 
 def test_store_without_its_fixed_region_is_refused(tmp_path: Path):
-    with Store.create(tmp_path / "s", MIXED) as store:
-        write_all(store, 0)
+    with Store.create(tmp_path / "s", REGIONS_WITH_FIXED) as store:
+        write_generation(store, 0)
         with pytest.raises(StoreError, match="'base' chunk 0 was not written"):
             store.commit({})
         with pytest.raises(StoreError, match="nothing is committed yet"):
             read_chunk(store, "base", 0, 4 * PAGE)
-        write_fixed(store)
+        write_fixed_region(store)
         assert_fixed_fresh(store)
         store.commit({})
         assert_fixed(store)
@@ -86,7 +86,7 @@ def test_store_without_its_fixed_region_is_refused(tmp_path: Path):
 
 def assert_fixed_fresh(store: Store) -> None:
     actual = read_chunk(store, "base", 1, PAGE, uncommitted=True)
-    assert np.array_equal(actual, content("base", 1, PAGE, 0))
+    assert np.array_equal(actual, chunk_content("base", 1, PAGE, 0))
 
 
 def test_damage_is_found_by_the_first_read_also_after_steps(tmp_path: Path):
@@ -98,34 +98,34 @@ def test_damage_is_found_by_the_first_read_also_after_steps(tmp_path: Path):
         file.write(bytes([byte[0] ^ 1]))
     with Store.open(tmp_path / "s") as store:
         assert [(f.key, f.chunk, f.path.name) for f in verify(store)] == [("base", 0, FIXED)]
-        step(store)
+        commit_next(store)
         with pytest.raises(ChecksumError, match="'base' chunk 0"):
             assert_fixed(store)
 
 
 def test_discarded_step_keeps_the_fixed_region(tmp_path: Path):
     with create_store(tmp_path / "s") as store:
-        write_all(store, 1)
+        write_generation(store, 1)
         store.discard()
         assert_fixed(store)
-        step(store)
+        commit_next(store)
         assert_fixed(store)
 
 
 def test_snapshot_has_the_fixed_region(tmp_path: Path):
     with create_store(tmp_path / "s", durability="checkpoint") as store:
-        step(store)
+        commit_next(store)
         store.commit(clean=True)
         snapshot(store, tmp_path / "copy")
     with restore(tmp_path / "copy", tmp_path / "again", durability="step") as store:
         assert store.generation == 2
         assert_fixed(store)
-        step(store)
+        commit_next(store)
         assert_fixed(store)
 
 
 def test_layout_to_json_and_back(tmp_path: Path):
-    layout = plan_layout(MIXED, directories=2, weights=(2.0, 1.0))
+    layout = plan_layout(REGIONS_WITH_FIXED, directories=2, weights=(2.0, 1.0))
     assert layout_from_json(layout.to_json(), directories=2) == layout
     assert layout.per_generation == 5
     assert [extent.index for extent in layout.durable] == list(range(7))

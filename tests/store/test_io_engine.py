@@ -22,8 +22,8 @@ from lohan.errors import ConfigError, StorageIOError
 from lohan.store.io_engine import aligned_buffer, open_engine
 from lohan.util.units import PAGE
 from tests.support import HANG_S
-from tests.support.faulty_engine import Fault, FaultyEngine
-from tests.support.memory_engine import MemoryEngine
+from tests.support.faults import EngineFault, FaultyEngine
+from tests.support.stores import MemoryEngine
 
 MiB = 2**20
 KINDS = ["uring", "threads", "memory"]
@@ -420,17 +420,17 @@ def test_open_engine_names_the_choices(tmp_path: Path) -> None:
 
 
 FAULTS = [
-    (Fault("eio", "read", 2), "read of 16384 bytes at offset 0 of .*x failed: EIO"),
-    (Fault("short_read", "read", 2), "came back short: expected 16384, got 8192"),
-    (Fault("enospc", "write", 2), "write of 16384 bytes at offset 0 of .*x failed: ENOSPC"),
-    (Fault("torn_write", "write", 2), "write of 16384 bytes at offset 0 of .*x failed: EIO"),
-    (Fault("eio", "sync", 2), "fdatasync of .*x failed: EIO"),
+    (EngineFault("eio", "read", 2), "read of 16384 bytes at offset 0 of .*x failed: EIO"),
+    (EngineFault("short_read", "read", 2), "came back short: expected 16384, got 8192"),
+    (EngineFault("enospc", "write", 2), "write of 16384 bytes at offset 0 of .*x failed: ENOSPC"),
+    (EngineFault("torn_write", "write", 2), "write of 16384 bytes at offset 0 of .*x failed: EIO"),
+    (EngineFault("eio", "sync", 2), "fdatasync of .*x failed: EIO"),
 ]
 
 
 @pytest.mark.parametrize(("fault", "message"), FAULTS, ids=[f[0].kind + f[0].op for f in FAULTS])
 def test_faulty_engine_fails_the_chosen_operation(
-    engine: Any, tmp_path: Path, fault: Fault, message: str
+    engine: Any, tmp_path: Path, fault: EngineFault, message: str
 ) -> None:
     faulty = FaultyEngine(engine, fault, max_delay_s=0.001)
     file = faulty.open(str(tmp_path / "x"), size=4 * PAGE, create=True)

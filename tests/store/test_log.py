@@ -16,13 +16,8 @@ from lohan.store.files import LOG, LOG_DATA, NoRoomError
 from lohan.store.log import GradientLog
 from lohan.store.store import Store
 from lohan.util.units import PAGE
-from tests.support.power_cuts import FileEngine, Tape, recording
-from tests.support.store_content import (
-    REGIONS,
-    content,
-    read_chunk,
-    write_all,
-)
+from tests.support.faults import FileEngine, Tape, recorded_operations
+from tests.support.stores import REGIONS, chunk_content, read_chunk, write_generation
 
 LOGGED = (("block0", (2 * PAGE, PAGE)), ("block1", (PAGE,)))
 CHUNKS = tuple((key, chunk) for key, sizes in LOGGED for chunk in range(len(sizes)))
@@ -36,13 +31,13 @@ def log_of(store: Store) -> GradientLog:
 def append_step(store: Store, step: int) -> None:
     """Append gradients of a step and commit it. Every step writes one page of each chunk."""
     log = log_of(store)
-    tickets = [log.append(k, c, content(k, c, PAGE, 1000 + step)) for k, c in CHUNKS]
+    tickets = [log.append(k, c, chunk_content(k, c, PAGE, 1000 + step)) for k, c in CHUNKS]
     log.wait_all(tickets)
     store.commit_logged({"step": step}, {"update": step})
 
 
 def fold(store: Store, step: int) -> None:
-    write_all(store, step)
+    write_generation(store, step)
     store.commit({"step": step})
 
 
@@ -52,10 +47,13 @@ def assert_logged(store: Store, steps: Sequence[int]) -> None:
     assert [entry.record for entry in log.entries] == [{"update": step} for step in steps]
     for entry, step in zip(log.entries, steps, strict=True):
         for number, (key, chunk) in enumerate(CHUNKS):
-            buffer = np.zeros_like(content(key, chunk, entry.nbytes[number], 0))
-            buffer = content(key, chunk, entry.nbytes[number], 0)
+            buffer = np.zeros_like(chunk_content(key, chunk, entry.nbytes[number], 0))
+            buffer = chunk_content(key, chunk, entry.nbytes[number], 0)
             log.wait(log.read(entry.segment, key, chunk, buffer))
-            assert np.array_equal(buffer, content(key, chunk, PAGE, 1000 + step)), (key, chunk)
+            assert np.array_equal(buffer, chunk_content(key, chunk, PAGE, 1000 + step)), (
+                key,
+                chunk,
+            )
 
 
 def new_store(dirs: Sequence[Path], **how: object) -> Store:
@@ -104,7 +102,7 @@ def test_the_next_step_may_be_appended_before_the_fold_is_committed(tmp_path: Pa
         append_step(store, 1)
         append_step(store, 2)
         log = log_of(store)
-        tickets = [log.append(k, c, content(k, c, PAGE, 1003)) for k, c in CHUNKS]
+        tickets = [log.append(k, c, chunk_content(k, c, PAGE, 1003)) for k, c in CHUNKS]
         log.wait_all(tickets)
         fold(store, 2)
         store.commit_logged({"step": 3}, {"update": 3})
@@ -130,7 +128,7 @@ def test_refuses_more_steps_than_segments(tmp_path: Path) -> None:
 def test_refuses_a_step_with_missing_gradients(tmp_path: Path) -> None:
     with new_store([tmp_path / "a"]) as store:
         log = log_of(store)
-        log.wait(log.append("block0", 0, content("block0", 0, PAGE, 1)))
+        log.wait(log.append("block0", 0, chunk_content("block0", 0, PAGE, 1)))
         with pytest.raises(StoreError, match=r"'block0' chunk 1 were not written \(2 of 3"):
             store.commit_logged({"step": 1}, {})
 
@@ -139,7 +137,7 @@ def test_discards_gradients_of_a_step_that_failed(tmp_path: Path) -> None:
     with new_store([tmp_path / "a"]) as store:
         append_step(store, 1)
         log = log_of(store)
-        log.append("block0", 0, content("block0", 0, PAGE, 7))
+        log.append("block0", 0, chunk_content("block0", 0, PAGE, 7))
         store.discard()
         append_step(store, 2)
         assert_logged(store, [1, 2])
@@ -230,7 +228,7 @@ def step_on(dirs: Sequence[Path]) -> int:
         base = step - (len(store.log.entries) if store.log is not None else 0)
         for region in REGIONS:
             for chunk, nbytes in enumerate(region.chunks if not region.scratch else ()):
-                expected = content(region.key, chunk, nbytes, base)
+                expected = chunk_content(region.key, chunk, nbytes, base)
                 assert np.array_equal(read_chunk(store, region.key, chunk, nbytes), expected)
         if store.log is not None:
             assert_logged(store, range(base + 1, step + 1))
@@ -247,7 +245,7 @@ def test_no_power_cut_loses_a_logged_step(
     root = tmp_path / "recorded"
     root.mkdir()
     names = ["a", "b"][:count]
-    with recording(root, monkeypatch) as tape:
+    with recorded_operations(root, monkeypatch) as tape:
         recorded(root, tape, [root / name for name in names])
     chance, seen = random.Random(3), Counter[str]()
     for prefix in range(len(tape.ops) + 1):
@@ -271,7 +269,7 @@ def test_describes_the_last_logged_step(tmp_path: Path) -> None:
     with new_store([tmp_path / "a"]) as store:
         store.commit({"progress": {"step": 0}}, advance=False)
         log = log_of(store)
-        log.wait_all([log.append(k, c, content(k, c, PAGE, 1)) for k, c in CHUNKS])
+        log.wait_all([log.append(k, c, chunk_content(k, c, PAGE, 1)) for k, c in CHUNKS])
         store.commit_logged({"progress": {"step": 1}}, {})
         assert admin.describe(tmp_path / "a")["step"] == 1
         fold(store, 2)

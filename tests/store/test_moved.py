@@ -12,14 +12,14 @@ from lohan.cli.main import app
 from lohan.errors import StoreError
 from lohan.store.admin import describe, remove
 from lohan.store.store import Store
-from tests.support.store_content import REGIONS, assert_holds, step, tree
+from tests.support.stores import REGIONS, assert_holds, commit_next, file_names
 
 
 @pytest.fixture
 def dirs(tmp_path: Path) -> list[Path]:
     dirs = [tmp_path / "a", tmp_path / "b"]
     with Store.create(dirs, REGIONS, engine="threads") as store:
-        step(store)
+        commit_next(store)
     return dirs
 
 
@@ -27,10 +27,10 @@ def dirs(tmp_path: Path) -> list[Path]:
 def test_copied_first_directory_is_refused(tmp_path: Path, dirs: list[Path], use) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(dirs[0], copy)
-    before = tree(tmp_path)
+    before = file_names(tmp_path)
     with pytest.raises(StoreError, match=r"copy is the first of 2 .* made as .*/a: .* name all 2"):
         use(copy)
-    assert tree(tmp_path) == before
+    assert file_names(tmp_path) == before
     with Store.open(dirs[0]) as store:
         assert_holds(store, 0)
 
@@ -40,10 +40,10 @@ def test_a_copy_named_with_the_originals_other_directory_removes_nothing(
 ) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(dirs[0], copy)
-    before = tree(tmp_path)
+    before = file_names(tmp_path)
     with pytest.raises(StoreError, match=r"copy is a copy of .*/a, and .*/b belongs to that store"):
         remove([copy, dirs[1]])
-    assert tree(tmp_path) == before
+    assert file_names(tmp_path) == before
 
 
 def test_a_copy_named_in_full_is_a_store_of_its_own(tmp_path: Path, dirs: list[Path]) -> None:
@@ -51,7 +51,7 @@ def test_a_copy_named_in_full_is_a_store_of_its_own(tmp_path: Path, dirs: list[P
     for path, copy in zip(dirs, copies, strict=True):
         shutil.copytree(path, copy)
     with Store.open(copies) as store:
-        step(store)
+        commit_next(store)
         assert_holds(store, 1)
     result = CliRunner().invoke(app, ["store", "rm", "--yes", *map(str, copies)])
     assert result.exit_code == 0, result.output
@@ -76,7 +76,7 @@ def test_another_name_of_the_same_place_is_no_move(tmp_path: Path, dirs: list[Pa
 
 def test_a_store_of_one_directory_moves_freely(tmp_path: Path) -> None:
     with Store.create(tmp_path / "s", REGIONS, engine="threads") as store:
-        step(store)
+        commit_next(store)
     shutil.copytree(tmp_path / "s", tmp_path / "t")
     with Store.open(tmp_path / "t") as store:
         assert_holds(store, 0)

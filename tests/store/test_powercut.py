@@ -31,8 +31,14 @@ from lohan.store.recovery import apply_recovery, commit_state_of, recovery_actio
 from lohan.store.store import Store
 from lohan.train.run_folder import RunFolder, append_row, repair_logs, step_rows
 from lohan.util.files import write_new
-from tests.support.power_cuts import FileEngine, Tape, recording
-from tests.support.store_content import REGIONS, STATE, assert_holds, content, write_all
+from tests.support.faults import FileEngine, Tape, recorded_operations
+from tests.support.stores import (
+    REGIONS,
+    STATE_CHUNKS,
+    assert_holds,
+    chunk_content,
+    write_generation,
+)
 
 JOURNALS, KEEPS = ("ordered", "per inode"), ("lost", "kept", "pages")
 Check = Callable[[Path, object], str]
@@ -40,7 +46,7 @@ Check = Callable[[Path, object], str]
 
 def steps(tape: Tape, store: Store, until: int) -> None:
     while store.generation < until:
-        write_all(store, store.generation + 1)
+        write_generation(store, store.generation + 1)
         store.commit({"step": store.generation + 1})
         tape.mark(store.generation)
 
@@ -55,7 +61,7 @@ def holds(dirs: Sequence[Path], promised: object) -> str:
             actual = store.generation
             assert verify(store) == []
             assert_holds(store, actual)
-            write_all(store, actual + 1)  # and it goes on
+            write_generation(store, actual + 1)  # and it goes on
             store.commit({"step": actual + 1})
     except StoreError:
         if promised is None:
@@ -87,7 +93,7 @@ def written_again(root: Path, tape: Tape) -> Check:
     with Store.create(root / "a", REGIONS, engine=FileEngine(tape)) as store:
         for generation in range(4):
             for step in (100, 200, generation):
-                write_all(store, step)
+                write_generation(store, step)
             store.commit({"step": generation})
             tape.mark(generation)
     return lambda disk, promised: holds([disk / "a"], promised)
@@ -110,7 +116,7 @@ def two_ranks(root: Path, tape: Tape) -> Check:
         return meet
 
     def step_of(store: Store) -> None:
-        write_all(store, store.generation + 1)
+        write_generation(store, store.generation + 1)
         store.commit({"step": store.generation + 1})
 
     for number, name in enumerate(names):
@@ -136,7 +142,7 @@ def two_ranks(root: Path, tape: Tape) -> Check:
                 assert len(actual) == 1
                 for store in opened:
                     generation = actual.copy().pop()
-                    for key, chunk, nbytes in STATE:
+                    for key, chunk, nbytes in STATE_CHUNKS:
                         crc = store.checksum(key, chunk)
                         assert crc == checksum_of(key, chunk, nbytes, generation)
                     assert verify(store) == []
@@ -152,7 +158,7 @@ def two_ranks(root: Path, tape: Tape) -> Check:
 
 
 def checksum_of(key: str, chunk: int, nbytes: int, generation: int) -> int:
-    return checksum(content(key, chunk, nbytes, generation))
+    return checksum(chunk_content(key, chunk, nbytes, generation))
 
 
 def in_place(root: Path, tape: Tape) -> Check:
@@ -161,11 +167,11 @@ def in_place(root: Path, tape: Tape) -> Check:
     dirs = [root / "a", root / "b"]
     with Store.create(dirs, REGIONS, durability="checkpoint", engine=engine) as store:
         for generation in range(2):
-            write_all(store, generation)
+            write_generation(store, generation)
             store.commit({"step": generation}, clean=True)
             admin.snapshot(store, root / "snapshot", engine=engine)  # type: ignore[arg-type]
             tape.mark(generation)
-        write_all(store, 2)
+        write_generation(store, 2)
     restore(root / "snapshot", dirs, engine=FileEngine(tape)).close()
     tape.mark(1)
 
@@ -283,7 +289,7 @@ def tapes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Tape, Che
     created = {}
     for name, scene in SCENES.items():
         root = tmp_path_factory.mktemp(name)
-        with pytest.MonkeyPatch.context() as patch, recording(root, patch) as tape:
+        with pytest.MonkeyPatch.context() as patch, recorded_operations(root, patch) as tape:
             created[name] = (tape, scene(root, tape))
     return created
 
@@ -323,7 +329,7 @@ def test_power_cut_detects_missing_sync(
     left_out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same commits without one of their syncs do not survive the power cuts."""
-    with monkeypatch.context() as patch, recording(tmp_path / "root", patch) as tape:
+    with monkeypatch.context() as patch, recorded_operations(tmp_path / "root", patch) as tape:
         if left_out == "data":
             patch.setattr(Volume, "sync", lambda volume, slot: None)
         else:

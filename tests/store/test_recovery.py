@@ -19,9 +19,17 @@ from lohan.store.files import NoRoomError, lock_holder
 from lohan.store.io_engine import Buffer, aligned_buffer
 from lohan.store.store import Status, Store
 from lohan.util.units import PAGE
-from tests.support.memory_engine import MemoryEngine
-from tests.support.numbered_faults import Error, Faults
-from tests.support.store_content import REGIONS, STATE, assert_holds, content, step, tree, write_all
+from tests.support.faults import InjectedError, NumberedFaults
+from tests.support.stores import (
+    REGIONS,
+    STATE_CHUNKS,
+    MemoryEngine,
+    assert_holds,
+    chunk_content,
+    commit_next,
+    file_names,
+    write_generation,
+)
 
 Operation = Callable[[Path, list[Path]], None]
 
@@ -37,9 +45,9 @@ def dirs(tmp_path: Path) -> list[Path]:
     """Create a store that died in a step, and its snapshot."""
     dirs = [tmp_path / "a", tmp_path / "b"]
     with Store.create(dirs, REGIONS, durability="checkpoint", engine="threads") as store:
-        step(store)
+        commit_next(store)
         admin.snapshot(store, tmp_path / "snapshot")
-        write_all(store, 1)
+        write_generation(store, 1)
     assert not is_whole(dirs)
     return dirs
 
@@ -73,7 +81,7 @@ def test_a_restore_that_dies_is_repeated(
             if at % 2:  # also where the next one dies too
                 with restore(place, dirs, engine="threads") as store:
                     assert_holds(store, 0)
-                    write_all(store, 1)
+                    write_generation(store, 1)
         at += 5 if call == "unlink" else 1
     assert at > 2
     with Store.open(dirs[0]) as store:
@@ -95,14 +103,14 @@ def second_faults(
     dirs: list[Path],
     monkeypatch: pytest.MonkeyPatch,
     operation: Operation,
-    error: Error,
+    error: InjectedError,
     *,
     stride: int,
 ) -> None:
     """Inject a fault at numbered calls; repeating the operation must succeed."""
     at = 1
     while True:
-        faults = Faults(at=at, error=error)
+        faults = NumberedFaults(at=at, error=error)
         with faults.armed(monkeypatch), suppress(LohanError, OSError, KeyboardInterrupt):
             operation(tmp_path, dirs)
         assert is_whole(tmp_path / "snapshot")
@@ -111,7 +119,7 @@ def second_faults(
             with Store.open(dirs[0]) as store:
                 assert_holds(store, 0)
         else:
-            left = [name for path in dirs for name in tree(path)]  # empty directories may be
+            left = [name for path in dirs for name in file_names(path)]  # empty directories may be
             assert set(left) <= {"lock"}
         restored(tmp_path, dirs)
         if not faults.reached:
@@ -129,7 +137,7 @@ def test_second_faults(
     dirs: list[Path],
     monkeypatch: pytest.MonkeyPatch,
     operation: Operation,
-    error: Error,
+    error: InjectedError,
 ) -> None:
     second_faults(tmp_path, dirs, monkeypatch, operation, error, stride=29)
 
@@ -142,7 +150,7 @@ def test_second_faults_at_every_call(
     dirs: list[Path],
     monkeypatch: pytest.MonkeyPatch,
     operation: Operation,
-    error: Error,
+    error: InjectedError,
 ) -> None:
     second_faults(tmp_path, dirs, monkeypatch, operation, error, stride=1)
 
@@ -153,12 +161,12 @@ def test_restore_replaces_the_store_after_the_copy(
     def full(*given):
         raise StorageIOError("no space left")
 
-    before = {name: (tmp_path / name).stat().st_size for name in tree(tmp_path)}
+    before = {name: (tmp_path / name).stat().st_size for name in file_names(tmp_path)}
     with monkeypatch.context() as patch:
         patch.setattr(admin, "_copy_state", full)
         with pytest.raises(StorageIOError):
             restore(tmp_path / "snapshot", dirs)
-    assert {name: (tmp_path / name).stat().st_size for name in tree(tmp_path)} == before
+    assert {name: (tmp_path / name).stat().st_size for name in file_names(tmp_path)} == before
 
 
 def test_restore_removes_the_store_first_without_room(
@@ -200,7 +208,7 @@ def test_a_removal_that_dies_leaves_no_manifest(
 
     dirs = [tmp_path / "a", tmp_path / "b"]
     with Store.create(dirs, REGIONS, engine="threads") as store:
-        step(store)
+        commit_next(store)
     with monkeypatch.context() as patch:
         patch.setattr(admin, "delete_files", dying)
         with pytest.raises(Killed):
@@ -241,8 +249,8 @@ def test_a_late_read_is_over_before_its_buffer_is_used_again(
 ) -> None:
     engine = LateEngine()
     with Store.create(tmp_path / "s", REGIONS, engine=engine, timeout_s=0.02) as store:
-        step(store)
-        key, chunk, nbytes = STATE[0]
+        commit_next(store)
+        key, chunk, nbytes = STATE_CHUNKS[0]
         buffer = aligned_buffer(nbytes)
         engine.late = True
         ticket = store.read(key, chunk, buffer)
@@ -253,7 +261,7 @@ def test_a_late_read_is_over_before_its_buffer_is_used_again(
         if not comes_back:
             assert store.status is Status.FAILED
             with pytest.raises(StoreError, match="did not come back"):
-                store.write(key, chunk, content(key, chunk, nbytes, 1))
+                store.write(key, chunk, chunk_content(key, chunk, nbytes, 1))
             engine.late = False
             return
         assert store.status is Status.CLEAN
@@ -277,8 +285,8 @@ class HungEngine(MemoryEngine):
 def test_a_hung_fdatasync_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = HungEngine()
     with Store.create(tmp_path / "s", REGIONS, engine=engine) as store:
-        step(store)
-        write_all(store, 1)
+        commit_next(store)
+        write_generation(store, 1)
         engine.hangs = True
         monkeypatch.setenv("LOHAN_SYNC_TIMEOUT", "0.05")
         with pytest.raises(StorageIOError, match=r"slot-b\.bin: a sync .* after 0\.05 s"):
@@ -316,7 +324,7 @@ def test_a_bad_sync_timeout_is_refused(
 def test_a_slot_that_is_not_committed_is_made_anew(tmp_path: Path, size: int | None) -> None:
     dirs = [tmp_path / "a", tmp_path / "b"]
     with Store.create(dirs, REGIONS, engine="threads") as store:
-        step(store)
+        commit_next(store)
     for path in dirs:
         if size is None:
             (path / "slot-b.bin").unlink()
@@ -324,7 +332,7 @@ def test_a_slot_that_is_not_committed_is_made_anew(tmp_path: Path, size: int | N
             os.truncate(path / "slot-b.bin", size)
     with Store.open(dirs[0]) as store:
         assert_holds(store, 0)
-        step(store)
+        commit_next(store)
     with Store.open(dirs[0]) as store:
         assert_holds(store, 1)
 
@@ -346,28 +354,28 @@ def test_leftovers_of_dead_processes_go_and_nothing_else(tmp_path: Path) -> None
     dead, used, whole, foreign = (tmp_path / name for name in ("dead", "used", "whole", "mine"))
     Store.create(dead, REGIONS, engine="threads")._store_lock.release()  # as a killed process
     with Store.create(whole, REGIONS, engine="threads") as store:
-        step(store)
+        commit_next(store)
     foreign.mkdir()
     (foreign / "photo").write_text("mine")
     with Store.create(used, REGIONS, engine="threads"):
         admin.remove_unfinished([dead, used, whole, foreign, tmp_path / "none"])
         assert sorted(p.name for p in tmp_path.iterdir()) == ["mine", "used", "whole"]
-        assert "slot-a.bin" in tree(used) and tree(foreign) == ["photo"]
+        assert "slot-a.bin" in file_names(used) and file_names(foreign) == ["photo"]
 
 
 def test_removing_a_store_takes_a_dead_sessions_activations_too(tmp_path: Path) -> None:
     with Store.create(tmp_path / "s", REGIONS, engine="threads") as store:
-        step(store)
+        commit_next(store)
     left = Store.create(tmp_path / "s-activations", REGIONS, engine="threads")
     left._store_lock.release()
     admin.remove(tmp_path / "s")
-    assert tree(tmp_path) == []
+    assert file_names(tmp_path) == []
 
 
 def test_a_number_in_the_lock_file_says_nothing_without_the_lock(tmp_path: Path) -> None:
     """After a crash, the number may belong to another process."""
     with Store.create(tmp_path / "s", REGIONS, engine="threads") as store:
-        step(store)
+        commit_next(store)
         assert lock_holder(tmp_path / "s") == os.getpid()
     (tmp_path / "s" / "lock").write_text(f"{os.getppid()}\n")
     assert lock_holder(tmp_path / "s") is None

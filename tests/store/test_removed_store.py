@@ -19,7 +19,7 @@ from lohan.store.extents import Region
 from lohan.store.io_engine import aligned_buffer
 from lohan.store.store import Store
 from lohan.util.units import PAGE
-from tests.support.small_models import batches, small_model
+from tests.support.models import batches, small_model
 
 
 def created(place: Path, **options: Any) -> Store:

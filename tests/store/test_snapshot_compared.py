@@ -11,12 +11,12 @@ from lohan.errors import ChecksumError
 from lohan.store.admin import snapshot
 from lohan.store.store import Store
 from lohan.util.units import PAGE
-from tests.support.store_content import REGIONS, step
+from tests.support.stores import REGIONS, commit_next
 
 
 def test_a_byte_that_changes_under_an_open_store_is_not_copied(tmp_path: Path):
     with Store.create(tmp_path / "s", REGIONS) as store:
-        step(store)  # what this process wrote is read without a check
+        commit_next(store)  # what this process wrote is read without a check
         fd = os.open(tmp_path / "s" / "slot-a.bin", os.O_RDWR)
         old = os.pread(fd, 1, 3 * PAGE + 17)
         os.pwrite(fd, bytes([old[0] ^ 1]), 3 * PAGE + 17)

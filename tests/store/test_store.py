@@ -23,16 +23,16 @@ from lohan.store.manifest import PROGRESS
 from lohan.store.store import Status, Store
 from lohan.util.units import PAGE
 from tests.support import HANG_S
-from tests.support.memory_engine import MemoryEngine
-from tests.support.store_content import (
+from tests.support.stores import (
     REGIONS,
-    STATE,
+    STATE_CHUNKS,
+    MemoryEngine,
     assert_holds,
-    content,
+    chunk_content,
+    commit_next,
+    file_names,
     read_chunk,
-    step,
-    tree,
-    write_all,
+    write_generation,
 )
 
 
@@ -45,7 +45,7 @@ def engine(request: pytest.FixtureRequest):
 def new_store(place: Path, *, generation: int = 0, **options) -> Store:
     store = Store.create(place, REGIONS, **options)
     for _ in range(generation + 1):
-        step(store)
+        commit_next(store)
     return store
 
 
@@ -57,7 +57,7 @@ def test_a_committed_generation_comes_back(tmp_path: Path, engine, durability: s
     with Store.create(tmp_path / "s", REGIONS, durability=durability, engine=engine) as store:
         assert store.status is Status.CREATING
         for generation in range(3):
-            write_all(store, generation)
+            write_generation(store, generation)
             store.commit({"step": generation}, clean=True)
             assert_holds(store, generation)
     with Store.open(tmp_path / "s", engine=engine) as store:
@@ -68,31 +68,31 @@ def test_a_committed_generation_comes_back(tmp_path: Path, engine, durability: s
 
 def test_the_committed_generation_stays_readable_while_the_next_is_written(tmp_path: Path, engine):
     with new_store(tmp_path / "s", generation=1, engine=engine) as store:
-        write_all(store, 2)
+        write_generation(store, 2)
         assert_holds(store, 1)
-        for key, chunk, nbytes in STATE:
+        for key, chunk, nbytes in STATE_CHUNKS:
             uncommitted = read_chunk(store, key, chunk, nbytes, uncommitted=True)
-            assert np.array_equal(uncommitted, content(key, chunk, nbytes, 2))
+            assert np.array_equal(uncommitted, chunk_content(key, chunk, nbytes, 2))
         store.commit({"step": 2})
         assert_holds(store, 2)
 
 
 def test_drops_uncommitted_writes_on_open(tmp_path: Path, engine):
     with new_store(tmp_path / "s", engine=engine) as store:
-        write_all(store, 1)
+        write_generation(store, 1)
     with Store.open(tmp_path / "s", engine=engine) as store:
         assert_holds(store, 0)
 
 
 def test_discard_lets_the_step_run_again(tmp_path: Path, engine):
     with new_store(tmp_path / "s", engine=engine) as store:
-        key, chunk, nbytes = STATE[0]
-        store.write(key, chunk, content(key, chunk, nbytes, 9))  # not even waited for
+        key, chunk, nbytes = STATE_CHUNKS[0]
+        store.write(key, chunk, chunk_content(key, chunk, nbytes, 9))  # not even waited for
         store.discard()
         with pytest.raises(StoreError, match="not been written and waited for"):
             store.read(key, chunk, aligned_buffer(nbytes), uncommitted=True)
         assert_holds(store, 0)
-        step(store)
+        commit_next(store)
         assert_holds(store, 1)
 
 
@@ -102,7 +102,7 @@ def test_meta_alone_can_be_committed(tmp_path: Path, engine):
         assert store.generation == 0
     with Store.open(tmp_path / "s", engine=engine) as store:
         assert store.meta == {"step": 0, "skipped": 1}
-        write_all(store, 1)
+        write_generation(store, 1)
         with pytest.raises(StoreError, match="5 of 5 chunks of generation 1 are written"):
             store.commit({}, advance=False)
 
@@ -111,7 +111,7 @@ def test_commit_refuses_what_is_not_complete(tmp_path: Path):
     with new_store(tmp_path / "s") as store:
         with pytest.raises(StoreError, match=r"'block0/weights' chunk 0 was not written \(0 of 5"):
             store.commit({})
-        tickets = [store.write(k, i, content(k, i, n, 1)) for k, i, n in STATE]
+        tickets = [store.write(k, i, chunk_content(k, i, n, 1)) for k, i, n in STATE_CHUNKS]
         for ticket in tickets[:-1]:
             store.wait(ticket)
         with pytest.raises(StoreError, match="write of region 'block0/state' chunk 2 is in flight"):
@@ -127,14 +127,14 @@ def test_commit_refuses_what_is_not_complete(tmp_path: Path):
 
 def test_a_chunk_in_use_is_not_overwritten(tmp_path: Path):
     with new_store(tmp_path / "s", engine=MemoryEngine()) as store:
-        key, chunk, nbytes = STATE[0]
-        first = store.write(key, chunk, content(key, chunk, nbytes, 1))
+        key, chunk, nbytes = STATE_CHUNKS[0]
+        first = store.write(key, chunk, chunk_content(key, chunk, nbytes, 1))
         with pytest.raises(StoreError, match="while a write of it in flight"):
-            store.write(key, chunk, content(key, chunk, nbytes, 1))
+            store.write(key, chunk, chunk_content(key, chunk, nbytes, 1))
         store.wait(first)
         reading = store.read(key, chunk, aligned_buffer(nbytes), uncommitted=True)
         with pytest.raises(StoreError, match="while 1 read"):
-            store.write(key, chunk, content(key, chunk, nbytes, 1))
+            store.write(key, chunk, chunk_content(key, chunk, nbytes, 1))
         store.wait(reading)
 
 
@@ -157,14 +157,14 @@ def test_a_late_read_can_be_waited_for_again(tmp_path: Path):
     new_store(tmp_path / "s", engine=MemoryEngine(files=memory)).close()
     slow = MemoryEngine(files=memory, delay_s=1.0)
     with Store.open(tmp_path / "s", engine=slow) as store:
-        key, chunk, nbytes = STATE[0]
+        key, chunk, nbytes = STATE_CHUNKS[0]
         buffer = aligned_buffer(nbytes)
         ticket = store.read(key, chunk, buffer)
         with pytest.raises(DeadlineError, match=r"'block0/weights' chunk 0.*deadline"):
             store.wait(ticket, timeout_s=0.01)
         store.commit({"late": True}, advance=False)  # a read does not stand in its way
         store.wait(ticket)
-        assert np.array_equal(buffer, content(key, chunk, nbytes, 0))
+        assert np.array_equal(buffer, chunk_content(key, chunk, nbytes, 0))
 
 
 def test_write_that_completes_after_discard_is_ignored(tmp_path: Path):
@@ -172,14 +172,14 @@ def test_write_that_completes_after_discard_is_ignored(tmp_path: Path):
     new_store(tmp_path / "s", engine=MemoryEngine(files=memory)).close()
     slow = MemoryEngine(files=memory, delay_s=1.5)
     with Store.open(tmp_path / "s", engine=slow) as store:
-        key, chunk, nbytes = STATE[0]
-        ticket = store.write(key, chunk, content(key, chunk, nbytes, 1))
+        key, chunk, nbytes = STATE_CHUNKS[0]
+        ticket = store.write(key, chunk, chunk_content(key, chunk, nbytes, 1))
         waiting = threading.Thread(target=store.wait, args=(ticket,))
         waiting.start()
         time.sleep(0.1)
         store.discard()
         with pytest.raises(StoreError, match="while a write of it in flight"):
-            store.write(key, chunk, content(key, chunk, nbytes, 1))
+            store.write(key, chunk, chunk_content(key, chunk, nbytes, 1))
         waiting.join()
         with pytest.raises(StoreError, match="not been written and waited for"):
             store.read(key, chunk, aligned_buffer(nbytes), uncommitted=True)
@@ -193,14 +193,16 @@ def test_scratch_is_written_and_read_freely(tmp_path: Path, engine):
         with pytest.raises(StoreError, match="by this process"):
             store.read("activations", 0, aligned_buffer(PAGE))
         for value in (1, 2):
-            store.wait(store.write("activations", 0, content("x", 0, PAGE, value)))
+            store.wait(store.write("activations", 0, chunk_content("x", 0, PAGE, value)))
             assert np.array_equal(
-                read_chunk(store, "activations", 0, PAGE), content("x", 0, PAGE, value)
+                read_chunk(store, "activations", 0, PAGE), chunk_content("x", 0, PAGE, value)
             )
         with pytest.raises(StoreError, match="scratch; it has no checksum"):
             store.checksum("activations", 0)
-        step(store)
-        assert np.array_equal(read_chunk(store, "activations", 0, PAGE), content("x", 0, PAGE, 2))
+        commit_next(store)
+        assert np.array_equal(
+            read_chunk(store, "activations", 0, PAGE), chunk_content("x", 0, PAGE, 2)
+        )
     with Store.open(tmp_path / "s", engine=engine) as store:
         with pytest.raises(StoreError, match="by this process"):
             store.read("activations", 0, aligned_buffer(PAGE))
@@ -211,9 +213,9 @@ def test_the_first_pages_of_a_scratch_chunk_may_be_moved_alone(tmp_path: Path, e
     with new_store(tmp_path / "s", engine=engine) as store:
         before = store.counters
         for pages in (2, 1):  # what was there before is not read behind what was written
-            store.wait(store.write("activations", 1, content("x", 0, pages * PAGE, pages)))
+            store.wait(store.write("activations", 1, chunk_content("x", 0, pages * PAGE, pages)))
             result = read_chunk(store, "activations", 1, pages * PAGE)
-            assert np.array_equal(result, content("x", 0, pages * PAGE, pages))
+            assert np.array_equal(result, chunk_content("x", 0, pages * PAGE, pages))
         moved = store.counters
         assert moved.bytes_written - before.bytes_written == 3 * PAGE
         assert moved.bytes_read - before.bytes_read == 3 * PAGE
@@ -234,24 +236,26 @@ def test_a_store_is_striped_by_weight_and_found_from_its_first_directory(tmp_pat
     regions = [Region("r", (PAGE,) * 60)]
     with Store.create(dirs, regions, weights=[1, 2, 3]) as store:
         for chunk in range(60):
-            store.wait(store.write("r", chunk, content("r", chunk, PAGE, 0)))
+            store.wait(store.write("r", chunk, chunk_content("r", chunk, PAGE, 0)))
         store.commit({"step": 0})
         assert store.counters.bytes_written == 60 * PAGE
     assert [(d / "slot-a.bin").stat().st_size // PAGE for d in dirs] == [10, 20, 30]
     with Store.open(dirs[0]) as store:
         assert store.dirs == tuple(dirs)
         for chunk in range(60):
-            assert np.array_equal(read_chunk(store, "r", chunk, PAGE), content("r", chunk, PAGE, 0))
+            assert np.array_equal(
+                read_chunk(store, "r", chunk, PAGE), chunk_content("r", chunk, PAGE, 0)
+            )
         assert store.counters.bytes_read == 60 * PAGE
 
 
 def test_fewer_chunks_than_directories(tmp_path: Path):
     dirs = [tmp_path / name for name in "abc"]
     with Store.create(dirs, [Region("r", (PAGE,))]) as store:
-        store.wait(store.write("r", 0, content("r", 0, PAGE, 0)))
+        store.wait(store.write("r", 0, chunk_content("r", 0, PAGE, 0)))
         store.commit({})
     with Store.open(dirs) as store:
-        assert np.array_equal(read_chunk(store, "r", 0, PAGE), content("r", 0, PAGE, 0))
+        assert np.array_equal(read_chunk(store, "r", 0, PAGE), chunk_content("r", 0, PAGE, 0))
 
 
 def test_directories_that_moved_or_do_not_belong(tmp_path: Path):
@@ -279,7 +283,7 @@ def test_too_little_space_is_reported_before_writing(tmp_path: Path):
     huge = [Region("r", (2**60,))]
     with pytest.raises(StoreError, match=r"needs 2097152\.00 TiB in .*/s, but .* are free there"):
         Store.create(tmp_path / "deep" / "s", huge)
-    assert tree(tmp_path) == []
+    assert file_names(tmp_path) == []
 
 
 def test_directories_on_one_file_system_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -291,7 +295,7 @@ def test_directories_on_one_file_system_add_up(tmp_path: Path, monkeypatch: pyte
     regions = [Region("r", (2**20,) * 2)]
     with pytest.raises(StoreError, match=r"3\.00 MiB are free there"):
         Store.create([tmp_path / "a", tmp_path / "b"], regions, durability="checkpoint")
-    assert tree(tmp_path) == []
+    assert file_names(tmp_path) == []
 
 
 def test_a_creation_that_fails_leaves_nothing(tmp_path: Path):
@@ -304,27 +308,27 @@ def test_a_creation_that_fails_leaves_nothing(tmp_path: Path):
     (tmp_path / "b").mkdir()  # the caller's own, stays
     with pytest.raises(StoreError, match="no space"):
         Store.create([tmp_path / "x" / "a", tmp_path / "b"], REGIONS, engine=Full())
-    assert tree(tmp_path) == ["b"]
+    assert file_names(tmp_path) == ["b"]
 
 
 def test_a_store_closed_before_its_first_commit_is_gone(tmp_path: Path):
     with Store.create([tmp_path / "x" / "a", tmp_path / "b"], REGIONS) as store:
-        write_all(store, 0)
+        write_generation(store, 0)
         with pytest.raises(StoreError, match="nothing is committed yet"):
-            store.read(*STATE[0][:2], aligned_buffer(STATE[0][2]))
+            store.read(*STATE_CHUNKS[0][:2], aligned_buffer(STATE_CHUNKS[0][2]))
         with pytest.raises(StoreError, match="still being created"):
             store.commit({}, advance=False)
-    assert tree(tmp_path) == []
+    assert file_names(tmp_path) == []
 
 
 def test_a_creation_that_was_killed_says_so_and_can_be_removed(tmp_path: Path):
     dirs = [tmp_path / "a", tmp_path / "b"]
     code = f"""
 import os
-from tests.support.store_content import REGIONS, write_all
+from tests.support.stores import REGIONS, write_generation
 from lohan.store.store import Store
 store = Store.create({[str(d) for d in dirs]!r}, REGIONS)
-write_all(store, 0)
+write_generation(store, 0)
 os._exit(9)
 """
     run_python(code)
@@ -334,7 +338,7 @@ os._exit(9)
         Store.create(dirs[0], REGIONS)
     assert admin.describe(dirs[0])["state"] == "unfinished"
     assert admin.remove(dirs[0]) == dirs
-    assert tree(tmp_path) == []
+    assert file_names(tmp_path) == []
 
 
 def test_foreign_directories_are_refused(tmp_path: Path):
@@ -347,7 +351,7 @@ def test_foreign_directories_are_refused(tmp_path: Path):
         Store.open(tmp_path)
     with pytest.raises(StoreError, match="is not a store"):
         admin.remove(tmp_path)
-    assert tree(tmp_path) == ["thesis.tex"]
+    assert file_names(tmp_path) == ["thesis.tex"]
 
 
 def test_unknown_durability(tmp_path: Path):
@@ -396,10 +400,10 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path):
     run_python(
         f"""
 import os, sys, time
-from tests.support.store_content import REGIONS, step
+from tests.support.stores import REGIONS, commit_next
 from lohan.store.store import Store
 store = Store.create({str(tmp_path / "s")!r}, REGIONS)
-step(store)
+commit_next(store)
 if os.fork() == 0:
     os.close(1); os.close(2)
     time.sleep(20)
@@ -423,8 +427,8 @@ def test_several_threads_move_chunks_at_once(tmp_path: Path, engine):
             for chunk in range(8):
                 if generation:
                     old = read_chunk(store, key, chunk, PAGE)
-                    assert np.array_equal(old, content(key, chunk, PAGE, generation - 1))
-                store.wait(store.write(key, chunk, content(key, chunk, PAGE, generation)))
+                    assert np.array_equal(old, chunk_content(key, chunk, PAGE, generation - 1))
+                store.wait(store.write(key, chunk, chunk_content(key, chunk, PAGE, generation)))
         except BaseException as error:
             failures.append(error)
 
@@ -448,16 +452,16 @@ def test_several_threads_move_chunks_at_once(tmp_path: Path, engine):
 def test_in_place_steps_count_from_the_next_clean_commit(tmp_path: Path, engine):
     place = tmp_path / "s"
     with Store.create(place, REGIONS, durability="checkpoint", engine=engine) as store:
-        step(store)  # the first commit is always durable
+        commit_next(store)  # the first commit is always durable
         assert store.status is Status.CLEAN
-        key, chunk, nbytes = STATE[0]
-        store.wait(store.write(key, chunk, content(key, chunk, nbytes, 1)))
+        key, chunk, nbytes = STATE_CHUNKS[0]
+        store.wait(store.write(key, chunk, chunk_content(key, chunk, nbytes, 1)))
         assert store.status is Status.DIRTY
         assert admin.describe(place)["state"] == "not clean"
         with pytest.raises(StoreError, match="overwritten in place"):
             store.read(key, chunk, aligned_buffer(nbytes))
-        step(store)
-        step(store)
+        commit_next(store)
+        commit_next(store)
         assert_holds(store, 2)
         assert json.loads((place / files.MANIFEST).read_text())["generation"] == 0
         store.commit(advance=False, clean=True)
@@ -470,7 +474,7 @@ def test_in_place_steps_count_from_the_next_clean_commit(tmp_path: Path, engine)
 def test_a_store_left_in_the_middle_of_an_in_place_step_says_so(tmp_path: Path):
     with Store.create(tmp_path / "s", REGIONS, durability="checkpoint") as store:
         for number in range(2):
-            write_all(store, number)
+            write_generation(store, number)
             store.commit({PROGRESS: {"step": number}})
     with pytest.raises(StoreError, match=r"middle of a step.*generation 0 \(step 0\).*snapshot"):
         Store.open(tmp_path / "s")
@@ -478,24 +482,24 @@ def test_a_store_left_in_the_middle_of_an_in_place_step_says_so(tmp_path: Path):
 
 def test_an_in_place_step_cannot_be_discarded(tmp_path: Path):
     with Store.create(tmp_path / "s", REGIONS, durability="checkpoint") as store:
-        step(store)
+        commit_next(store)
         store.discard()  # nothing written: nothing lost
         assert_holds(store, 0)
-        write_all(store, 1)
+        write_generation(store, 1)
         store.discard()
         with pytest.raises(StoreError, match="written in place did not finish"):
-            store.read(*STATE[0][:2], aligned_buffer(STATE[0][2]))
+            store.read(*STATE_CHUNKS[0][:2], aligned_buffer(STATE_CHUNKS[0][2]))
 
 
 def test_snapshot_and_restore(tmp_path: Path):
     dirs, place = [tmp_path / "a", tmp_path / "b"], tmp_path / "snapshot"
     with Store.create(dirs, REGIONS, durability="checkpoint") as store:
         for _ in range(2):
-            step(store)
+            commit_next(store)
             store.commit(advance=False, clean=True)
             snapshot(store, place)
         assert not (place / "scratch.bin").exists()
-        step(store)
+        commit_next(store)
         with pytest.raises(StoreError, match="needs a clean store, this one is written in place"):
             snapshot(store, place)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "snapshot"]
@@ -504,8 +508,8 @@ def test_snapshot_and_restore(tmp_path: Path):
     with restore(place, dirs) as store:
         assert_holds(store, 1)
         assert store.regions == REGIONS
-        store.wait(store.write("activations", 0, content("x", 0, PAGE, 0)))
-        step(store)
+        store.wait(store.write("activations", 0, chunk_content("x", 0, PAGE, 0)))
+        commit_next(store)
         assert_holds(store, 2)
 
 
@@ -514,7 +518,7 @@ def test_a_snapshot_of_a_two_slot_store_restores_to_any_durability(tmp_path: Pat
         snapshot(store, tmp_path / "snapshot")
     with restore(tmp_path / "snapshot", tmp_path / "t", durability="step") as store:
         assert_holds(store, 3)
-        step(store)
+        commit_next(store)
     with Store.open(tmp_path / "t") as store:
         assert_holds(store, 4)
 
@@ -526,7 +530,7 @@ def test_replacing_a_snapshot_always_leaves_a_whole_one(
     place = tmp_path / "snapshot"
     with new_store(tmp_path / "s") as store:
         snapshot(store, place)
-        step(store)
+        commit_next(store)
         real, done = os.replace, []
 
         def replace(source, target):
@@ -583,11 +587,11 @@ def test_list_describe_remove(tmp_path: Path):
         {"step": 1},
     )
     assert reported["state"] == "clean" and reported["in_use_by"] is None
-    assert reported["state_bytes"] == sum(n for _, _, n in STATE)
+    assert reported["state_bytes"] == sum(n for _, _, n in STATE_CHUNKS)
     assert [d["present"] for d in reported["dirs"]] == [True, True]
     (tmp_path / "nvme" / "note.txt").write_text("mine")
     assert admin.remove(run_a) == [run_a, tmp_path / "nvme"]
-    assert tree(tmp_path / "nvme") == ["note.txt"]
+    assert file_names(tmp_path / "nvme") == ["note.txt"]
     assert not run_a.exists()
     assert admin.list_stores(tmp_path) == [run_b]
 

@@ -23,18 +23,17 @@ from lohan.store.io_engine import aligned_buffer, open_engine
 from lohan.store.manifest import checksum
 from lohan.store.store import Status, Store
 from lohan.util.units import PAGE
-from tests.support.commit_recorder import Killed, Recorder, recorded_engine
-from tests.support.faulty_engine import Fault, FaultyEngine
-from tests.support.memory_engine import MemoryEngine
-from tests.support.store_content import (
+from tests.support.faults import CommitRecorder, EngineFault, FaultyEngine, Killed, recorded_engine
+from tests.support.stores import (
     REGIONS,
-    STATE,
+    STATE_CHUNKS,
+    MemoryEngine,
     assert_holds,
-    content,
+    chunk_content,
+    commit_next,
+    file_names,
     read_chunk,
-    step,
-    tree,
-    write_all,
+    write_generation,
 )
 
 STEPS = 3
@@ -49,33 +48,37 @@ def train(store: Store, committed: list[int]) -> None:
     """Read, modify, write; remembers what was committed."""
     for _ in range(STEPS):
         generation = store.generation + 1
-        for key, chunk, nbytes in STATE:
+        for key, chunk, nbytes in STATE_CHUNKS:
             if generation > 0:
                 read_chunk(store, key, chunk, nbytes)
-            store.wait(store.write(key, chunk, content(key, chunk, nbytes, generation)))
+            store.wait(store.write(key, chunk, chunk_content(key, chunk, nbytes, generation)))
         store.commit({"step": generation})
         committed.append(generation)
 
 
-def faulty_runs() -> list[Fault]:
-    chunks, syncs = len(STATE), 2 * STEPS
-    writes = [Fault(k, "write", n + 1) for n in range(STEPS * chunks) for k in ("eio", "enospc")]
-    torn = [Fault("torn_write", "write", n + 1) for n in range(0, STEPS * chunks, 3)]
-    reads = [Fault("eio", "read", n + 1) for n in range((STEPS - 1) * chunks)]
-    short = [Fault("short_read", "read", n + 1) for n in range(0, (STEPS - 1) * chunks, 3)]
-    opens = [Fault("enospc", "open", n + 1) for n in range(5)]
+def faulty_runs() -> list[EngineFault]:
+    chunks, syncs = len(STATE_CHUNKS), 2 * STEPS
+    writes = [
+        EngineFault(k, "write", n + 1) for n in range(STEPS * chunks) for k in ("eio", "enospc")
+    ]
+    torn = [EngineFault("torn_write", "write", n + 1) for n in range(0, STEPS * chunks, 3)]
+    reads = [EngineFault("eio", "read", n + 1) for n in range((STEPS - 1) * chunks)]
+    short = [EngineFault("short_read", "read", n + 1) for n in range(0, (STEPS - 1) * chunks, 3)]
+    opens = [EngineFault("enospc", "open", n + 1) for n in range(5)]
     return [
         *writes,
         *torn,
         *reads,
         *short,
         *opens,
-        *(Fault("eio", "sync", n + 1) for n in range(syncs)),
+        *(EngineFault("eio", "sync", n + 1) for n in range(syncs)),
     ]
 
 
 @pytest.mark.parametrize("fault", faulty_runs(), ids=lambda f: f"{f.kind}-{f.op}-{f.nth}")
-def test_any_failed_operation_leaves_the_last_committed_generation(tmp_path: Path, fault: Fault):
+def test_any_failed_operation_leaves_the_last_committed_generation(
+    tmp_path: Path, fault: EngineFault
+):
     memory: dict[str, bytearray] = {}
     dirs = [tmp_path / "x" / "a", tmp_path / "b"]
     engine = FaultyEngine(MemoryEngine(files=memory), fault)
@@ -89,29 +92,31 @@ def test_any_failed_operation_leaves_the_last_committed_generation(tmp_path: Pat
     if fault.op in ("read", "write"):
         assert "region 'block0/" in str(caught.value) and "at offset" in str(caught.value)
     if not committed:
-        assert tree(tmp_path) == []
+        assert file_names(tmp_path) == []
         return
     with Store.open(dirs[0], engine=MemoryEngine(files=memory)) as store:
         assert_holds(store, committed[-1])
-        step(store)
+        commit_next(store)
         assert_holds(store, committed[-1] + 1)
 
 
 @pytest.mark.parametrize("kind", ["threads", "uring"])
 @pytest.mark.parametrize("nth", [3, 8])
 def test_a_failed_step_can_be_discarded_and_run_again(tmp_path: Path, kind: str, nth: int):
-    engine = FaultyEngine(open_engine(kind), Fault("torn_write", "write", nth + len(STATE)))
+    engine = FaultyEngine(
+        open_engine(kind), EngineFault("torn_write", "write", nth + len(STATE_CHUNKS))
+    )
     with Store.create(tmp_path / "s", REGIONS, engine=engine) as store:
-        step(store)
+        commit_next(store)
         for generation in (1, 2):
             try:
-                write_all(store, generation)
+                write_generation(store, generation)
             except StorageIOError:
                 with pytest.raises(StoreError, match=r"in flight|was not written"):
                     store.commit({})
                 store.discard()
                 assert_holds(store, generation - 1)
-                write_all(store, generation)
+                write_generation(store, generation)
             store.commit({"step": generation})
     engine.close()
     with Store.open(tmp_path / "s") as store:
@@ -135,11 +140,11 @@ def test_a_commit_makes_each_thing_durable_before_the_next(
     with Store.create(
         [tmp_path / "a", tmp_path / "b"], REGIONS, engine=MemoryEngine(files=memory)
     ) as store:
-        step(store)
-    recorder = Recorder()
+        commit_next(store)
+    recorder = CommitRecorder()
     recorder.arm(monkeypatch)
     with Store.open(tmp_path / "a", engine=recorded_engine(recorder, memory)) as store:
-        step(store)
+        commit_next(store)
     assert recorder.calls == [
         "sync slot-b.bin",
         "sync slot-b.bin",
@@ -165,11 +170,11 @@ def test_a_crash_at_any_boundary_of_a_commit(
         place, REGIONS, durability=durability, engine=MemoryEngine(files=memory)
     ) as store:
         for generation in range(2):
-            write_all(store, generation)
+            write_generation(store, generation)
             store.commit({"step": generation}, clean=True)
-    recorder = Recorder()
+    recorder = CommitRecorder()
     store = Store.open(place, engine=recorded_engine(recorder, memory))
-    write_all(store, 2)
+    write_generation(store, 2)
     with monkeypatch.context() as patch:
         recorder.arm(patch, die_at=die_at)
         with pytest.raises(Killed):
@@ -191,14 +196,14 @@ def test_a_crash_at_any_boundary_of_a_creation(
 ):
     dirs = [tmp_path / "a", tmp_path / "b"]
     memory: dict[str, bytearray] = {}
-    recorder = Recorder()
+    recorder = CommitRecorder()
     stores: list[Store] = []
     monkeypatch.setattr(Store, "close", lambda store: kill(store))
     with monkeypatch.context() as patch:
         recorder.arm(patch, die_at=die_at)
         with pytest.raises(Killed):
             stores.append(Store.create(dirs, REGIONS, engine=recorded_engine(recorder, memory)))
-            step(stores[0])
+            commit_next(stores[0])
     for store in stores:
         kill(store)
     monkeypatch.undo()
@@ -209,10 +214,10 @@ def test_a_crash_at_any_boundary_of_a_creation(
         with pytest.raises(StoreError, match="did not finish"):
             Store.open(dirs[0], engine=MemoryEngine(files=memory))
         admin.remove(dirs[0])
-        assert tree(tmp_path) == []
+        assert file_names(tmp_path) == []
     else:
         with Store.create(dirs, REGIONS, engine=MemoryEngine()) as store:  # as if nothing was
-            step(store)
+            commit_next(store)
 
 
 @pytest.mark.parametrize("call", ["write", "fsync", "replace"])
@@ -223,19 +228,19 @@ def test_a_commit_that_fails_stops_the_store_and_a_fresh_open_goes_on(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with Store.create(tmp_path / "s", REGIONS) as store:
-        step(store)
-        write_all(store, 1)
+        commit_next(store)
+        write_generation(store, 1)
         with monkeypatch.context() as patch:
             patch.setattr(os, call, full)
             with pytest.raises(StorageIOError, match=r"slot-b\.crc: cannot write .* No space left"):
                 store.commit({"step": 1})
         assert store.status is Status.FAILED
         with pytest.raises(StoreError, match=r"commit of generation 1 failed.*; resume the run"):
-            store.write(*STATE[0][:2], content(*STATE[0], 1))
+            store.write(*STATE_CHUNKS[0][:2], chunk_content(*STATE_CHUNKS[0], 1))
         assert_holds(store, 0)
     with Store.open(tmp_path / "s") as store:
         assert_holds(store, 0)
-        step(store)
+        commit_next(store)
         assert_holds(store, 1)
 
 
@@ -244,12 +249,15 @@ def test_a_commit_that_fails_stops_the_store_and_a_fresh_open_goes_on(
 LOOP = """
 import sys
 from lohan.store.store import Store
-from tests.support.store_content import assert_holds, step
+from tests.support.stores import (
+    assert_holds,
+    commit_next,
+)
 with Store.open(sys.argv[1]) as store:
     assert_holds(store, store.generation)
     print(store.generation, flush=True)
     while True:
-        step(store)
+        commit_next(store)
         print(store.generation, flush=True)
 """
 
@@ -257,7 +265,7 @@ with Store.open(sys.argv[1]) as store:
 def test_kill_at_random_instants(tmp_path: Path):
     dirs = [tmp_path / "a", tmp_path / "b"]
     with Store.create(dirs, REGIONS) as store:
-        step(store)
+        commit_next(store)
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     chance = random.Random(5)
     for _ in range(6):
@@ -284,8 +292,8 @@ def test_kill_at_random_instants(tmp_path: Path):
 @pytest.fixture
 def whole(tmp_path: Path) -> Path:
     with Store.create(tmp_path / "s", REGIONS) as store:
-        step(store)
-        step(store)
+        commit_next(store)
+        commit_next(store)
     return tmp_path / "s"
 
 
@@ -297,8 +305,8 @@ def damage(path: Path, offset: int) -> None:
 
 def test_a_flipped_byte_is_found_at_the_first_read(whole: Path):
     damage(whole / "slot-b.bin", 3 * PAGE + 17)
-    key, chunk, nbytes = STATE[2]
-    expected = checksum(content(key, chunk, nbytes, 1))
+    key, chunk, nbytes = STATE_CHUNKS[2]
+    expected = checksum(chunk_content(key, chunk, nbytes, 1))
     with Store.open(whole) as store:
         ticket = store.read(key, chunk, aligned_buffer(nbytes))
         with pytest.raises(ChecksumError) as caught:
@@ -309,13 +317,13 @@ def test_a_flipped_byte_is_found_at_the_first_read(whole: Path):
         (finding,) = verify(store)
         assert (finding.key, finding.chunk, finding.offset) == (key, chunk, 3 * PAGE)
         assert finding.path == whole / "slot-b.bin"
-        read_chunk(store, *STATE[0])  # the others are as they were
-        step(store)  # and the next generation does not depend on it
+        read_chunk(store, *STATE_CHUNKS[0])  # the others are as they were
+        commit_next(store)  # and the next generation does not depend on it
         assert_holds(store, 2)
 
 
 def test_verify_setting_decides_which_reads_are_checked(whole: Path):
-    key, chunk, nbytes = STATE[0]
+    key, chunk, nbytes = STATE_CHUNKS[0]
     for when, first, second in (
         ("first-read", False, False),
         ("always", False, True),
@@ -334,9 +342,9 @@ def test_verify_setting_decides_which_reads_are_checked(whole: Path):
 
 def test_verifies_only_chunks_that_this_process_did_not_write(whole: Path):
     with Store.open(whole, engine="threads") as store:
-        step(store)
+        commit_next(store)
         damage(whole / "slot-a.bin", 9)
-        assert not raises_checksum(store, *STATE[0])
+        assert not raises_checksum(store, *STATE_CHUNKS[0])
         assert len(verify(store)) == 1
 
 
@@ -357,16 +365,16 @@ def test_verify_goes_through_a_bounded_buffer_and_reports_progress(
     with Store.open(whole) as store:
         findings = verify(store, progress=lambda done, total: seen.append((done, total)))
     assert [(f.key, f.chunk) for f in findings] == [("block0/weights", 0)]
-    total = sum(n for _, _, n in STATE)
-    assert seen[-1] == (total, total) and len(seen) == len(STATE)
+    total = sum(n for _, _, n in STATE_CHUNKS)
+    assert seen[-1] == (total, total) and len(seen) == len(STATE_CHUNKS)
 
 
 def test_verify_goes_on_after_a_read_error(whole: Path):
-    engine = FaultyEngine(open_engine("threads"), Fault("eio", "read", 2))
+    engine = FaultyEngine(open_engine("threads"), EngineFault("eio", "read", 2))
     with Store.open(whole, engine=engine) as store:
         (finding,) = verify(store)
     engine.close()
-    assert (finding.key, finding.chunk) == STATE[1][:2]
+    assert (finding.key, finding.chunk) == STATE_CHUNKS[1][:2]
     assert "EIO" in finding.problem
 
 
@@ -413,6 +421,6 @@ def test_the_slot_that_is_not_committed_may_hold_anything(whole: Path):
     (whole / "manifest.json.tmp").write_text("half a manif")
     with Store.open(whole) as store:
         assert_holds(store, 1)
-        step(store)
+        commit_next(store)
     with Store.open(whole) as store:
         assert_holds(store, 2)

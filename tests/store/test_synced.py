@@ -15,17 +15,19 @@ from lohan.checkpoint.safetensors import FileTensor, ShardedWriter
 from lohan.errors import StorageIOError
 from lohan.store.io_engine import aligned_buffer, open_engine
 from lohan.store.store import Store
-from tests.support.commit_recorder import Recorder, recorded_engine
-from tests.support.store_content import MIXED, write_all, write_fixed
+from tests.support.faults import CommitRecorder, recorded_engine
+from tests.support.stores import REGIONS_WITH_FIXED, write_fixed_region, write_generation
 
 
 def test_fixed_regions_are_durable_before_the_first_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    recorder = Recorder()
-    with Store.create(tmp_path / "s", MIXED, engine=recorded_engine(recorder, {})) as store:
-        write_fixed(store)
-        write_all(store, 0)
+    recorder = CommitRecorder()
+    with Store.create(
+        tmp_path / "s", REGIONS_WITH_FIXED, engine=recorded_engine(recorder, {})
+    ) as store:
+        write_fixed_region(store)
+        write_generation(store, 0)
         recorder.arm(monkeypatch)
         before = len(recorder.calls)  # empty files were synced when they were made
         store.commit({"step": 0})

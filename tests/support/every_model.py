@@ -32,11 +32,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 import lohan
 from lohan.errors import LohanError
-from tests.support.small_models import attached, decay_groups, first_moments, lr, master_weights
+from tests.support.models import attached, decay_groups, first_moments, lr, master_weights
 
 VOCAB, BATCH, SEQ, STEPS = 96, 4, 12, 3
 BETAS, DECAY = (0.9, 0.95), 0.1
-LIMIT = 1e-5  # of weights, as in tests.support.small_models; steps move them by 1e-4
+LIMIT = 1e-5  # of weights, as in tests.support.models; steps move them by 1e-4
 NOISE = 4  # rounding may take an fp32 run so many times as far from the fp64 run as others
 EPS = 1e-5  # Adam's, of the model's largest gradient: no whole step is made of rounding
 ULP = 2.0**-23

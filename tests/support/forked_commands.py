@@ -1,8 +1,9 @@
-"""The command line in processes of its own, without importing torch again for each.
+"""The command line in processes of its own, and a run of one second to interrupt there.
 
 A `Forge` is one Python process that has imported everything and started nothing. Each run is a fork
 of it: a real process with a pid, which can be killed at a chosen boundary between two operations
-on files, or by a signal from outside. Run as a script, this file is that process.
+on files, or by a signal from outside. Run as a script, this file is that process. It imports no
+large library before that.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+# -- processes -------------------------------------------------------------------------------------
 
 READY = "ready"
 # As numbered by a trace of the same run; or its name and how many of that name come before it; or
@@ -117,6 +120,83 @@ class Forge:
         self._process.wait()
 
 
+# -- a run of one second ---------------------------------------------------------------------------
+
+TINY_STEPS = 6
+# The exported weights, and step, loss and rate of every step. It must not depend on how often the
+# run was interrupted.
+TinyResult = tuple[bytes, list[tuple[int, float, float]]]
+
+
+def write_tiny_inputs(folder: Path, *, vocab_size: int = 64) -> Path:
+    """Write a tiny Llama with dropout, and tokenised data of different lengths."""
+    from transformers import LlamaConfig
+
+    from tests.support.model_folders import write_random_checkpoint
+
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        attention_dropout=0.1,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    write_random_checkpoint(folder / "model", config)
+    rows = [{"input_ids": [(i * j) % 64 for j in range(1, 6 + i % 11)]} for i in range(20)]
+    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder
+
+
+def tiny_arguments(inputs: Path, out: Path, *more: object) -> list[object]:
+    """Return the command line of the run.
+
+    The activations are given, so that the run does not replan by the clock and its writes come
+    in the same order each time.
+    """
+    return [
+        "--model",
+        inputs / "model",
+        "--data",
+        inputs / "data.jsonl",
+        "--out",
+        out,
+        "--host",
+        "400KiB",
+        "--steps",
+        TINY_STEPS,
+        "--batch",
+        2,
+        "--micro-batch",
+        1,
+        "--seq",
+        16,
+        "--lr",
+        "1e-3",
+        "--weight-decay",
+        "0.1",
+        "--activations",
+        "recompute",
+        *more,
+    ]
+
+
+def tiny_result(out: Path) -> TinyResult:
+    """Return the exported weights and the rows of all steps, without those of evaluations."""
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    weights = (out / "model" / "model.safetensors").read_bytes()
+    return weights, [(row["step"], row["loss"], row["lr"]) for row in rows if "loss" in row]
+
+
+def metrics_rows(out: Path) -> list[dict[str, Any]]:
+    """Return the log of a run."""
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
 # -- in the forge's process -----------------------------------------------------------------------
 
 
@@ -207,10 +287,11 @@ def warm_up() -> None:
     from lohan.__main__ import main
 
     sys.path.insert(0, str(Path(__file__).parents[2]))
-    from tests.support.tiny_run import write_inputs
+    pass
 
+    sys.path.insert(0, str(Path(__file__).parents[2]))
     with TemporaryDirectory() as place, open(os.devnull, "w") as nothing, redirect_stdout(nothing):
-        model = write_inputs(Path(place)) / "model"
+        model = write_tiny_inputs(Path(place)) / "model"
         words = ("--model", model, "--host", "400KiB", "--batch", 2, "--seq", 16)
         sys.argv = ["lohan", "plan", *map(str, words)]
         with suppress(SystemExit):
@@ -245,4 +326,5 @@ def serve() -> None:
 
 
 if __name__ == "__main__":
+    del sys.path[0]  # this folder, whose modules would hide installed ones of the same name
     serve()

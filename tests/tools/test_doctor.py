@@ -16,8 +16,8 @@ from lohan.tools.doctor import OK, PROBLEM, WARNING, Finding, describe, passed
 from lohan.util import drives
 from lohan.util.drives import DriveFacts, Health, drives_of, mount_of, nearest_mount, read_health
 from lohan.util.units import GiB
-from tests.support.command_line import snapshot
-from tests.support.memory_engine import MemoryEngine
+from tests.support.stores import MemoryEngine
+from tests.support.training_runs import modification_times
 
 MEMORY = Path("/dev/shm")
 
@@ -36,7 +36,7 @@ def test_doctor_reports_every_subject_and_writes_nothing(lohan, tmp_path):
     for subject in ("python", "torch", "native core", "device", "memory", "locked memory"):
         assert subject in ended.out
     assert f"{tmp_path}" in ended.out and " free, room for " in ended.out
-    assert snapshot(tmp_path) == {}
+    assert modification_times(tmp_path) == {}
 
 
 def test_json_output_names_every_finding(lohan, tmp_path):

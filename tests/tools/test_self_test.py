@@ -15,7 +15,7 @@ import pytest
 from lohan.planner.presets import gpu_of
 from lohan.tools import gpu_checks, self_test
 from lohan.tools.self_test import Bound, Checked, checked, compared, describe, expected
-from tests.support.command_line import refused
+from tests.support.training_runs import assert_refused
 
 CARD = "NVIDIA GeForce RTX 4090"
 SLOT = {"max_link_speed": "16.0 GT/s PCIe", "max_link_width": "16"}
@@ -118,13 +118,17 @@ def test_without_a_device_only_the_first_check_runs(here, lohan, tmp_path):
 
 
 def test_options_that_do_not_fit(lohan, tmp_path):
-    refused(lohan("doctor", "--check", "links"), r"--check: belongs to `lohan doctor --gpu`")
-    refused(lohan("doctor", "--gpu", "--check", "x"), r"--check x: there is no such check.*links")
-    refused(lohan("doctor", "--gpu", "--ssd", tmp_path / "no"), r"no such folder")
-    refused(lohan("doctor", "--gpu", "--device", "emulated"), r"checks a GPU; leave --device out")
+    assert_refused(lohan("doctor", "--check", "links"), r"--check: belongs to `lohan doctor --gpu`")
+    assert_refused(
+        lohan("doctor", "--gpu", "--check", "x"), r"--check x: there is no such check.*links"
+    )
+    assert_refused(lohan("doctor", "--gpu", "--ssd", tmp_path / "no"), r"no such folder")
+    assert_refused(
+        lohan("doctor", "--gpu", "--device", "emulated"), r"checks a GPU; leave --device out"
+    )
     foreign = tmp_path / "mine.json"
     foreign.write_text("{}")
-    refused(lohan("doctor", "--gpu", "--ssd", tmp_path, "-o", foreign), r"left unchanged")
+    assert_refused(lohan("doctor", "--gpu", "--ssd", tmp_path, "-o", foreign), r"left unchanged")
     assert foreign.read_text() == "{}"
 
 

@@ -30,8 +30,8 @@ from lohan.tools.verify import (
 )
 from lohan.train import inputs as starting
 from lohan.util.units import GiB
-from tests.support.command_line import refused, snapshot
-from tests.support.random_checkpoint import write_random_checkpoint
+from tests.support.model_folders import write_random_checkpoint
+from tests.support.training_runs import assert_refused, modification_times
 
 SIZES = {
     "vocab_size": 67,
@@ -86,7 +86,7 @@ def verify(lohan, inputs: Path, tmp_path: Path):
     """Return a function that runs `lohan verify` and returns how it ended and its JSON."""
 
     def run(*more: object, model: Path | None = None, steps: int = 2):
-        before = snapshot(tmp_path)
+        before = modification_times(tmp_path)
         ended = lohan(
             "verify",
             "--model",
@@ -108,7 +108,7 @@ def verify(lohan, inputs: Path, tmp_path: Path):
             "--json",
             *more,
         )
-        assert snapshot(tmp_path).keys() == before.keys(), "something was left behind"
+        assert modification_times(tmp_path).keys() == before.keys(), "something was left behind"
         return ended, json.loads(ended.out) if ended.out.startswith("{") else {}
 
     return run
@@ -167,14 +167,16 @@ def test_other_optimizers(verify, optimizer, rate):
 
 def test_rounded_moments_have_nothing_to_be_compared_with(verify):
     ended, _ = verify("--set", "train.moments=int8")
-    refused(ended, "--moments int8 rounds what PyTorch keeps in fp32", "--set train.moments=fp32")
+    assert_refused(
+        ended, "--moments int8 rounds what PyTorch keeps in fp32", "--set train.moments=fp32"
+    )
 
 
 def test_rejects_model_folder_without_weights(verify, inputs, tmp_path_factory):
     empty = tmp_path_factory.mktemp("empty")
     (empty / "config.json").write_bytes((inputs / "model" / "config.json").read_bytes())
     ended, _ = verify(model=empty)
-    refused(ended, rf"{empty}: holds neither model.safetensors nor", "give a folder with")
+    assert_refused(ended, rf"{empty}: holds neither model.safetensors nor", "give a folder with")
     recipe = Recipe(
         model=empty, train=TrainConfig(), dtype="fp32", seed=0, steps=1, total=1, batch=lambda _: {}
     )
@@ -376,7 +378,7 @@ def test_model_that_does_not_fit_is_compared_with_fewer_layers(verify, monkeypat
 def test_refuses_when_one_layer_exceeds_memory(verify, monkeypatch):
     monkeypatch.setattr(whole, "host_memory_bytes", lambda: 1000)
     ended, _ = verify()
-    refused(ended, "one layer needs .* 800 B is available; lower --batch or --seq")
+    assert_refused(ended, "one layer needs .* 800 B is available; lower --batch or --seq")
 
 
 def test_estimate_of_memory(inputs):

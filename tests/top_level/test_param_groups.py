@@ -20,8 +20,16 @@ from lohan.errors import ConfigError
 from lohan.optim import SGD, AdamW, Lion, Optimizer
 from lohan.param_groups import META_KEY, matches
 from lohan.tools.reference import in_memory
-from tests.support.delayed_runs import Result, Tuning, data, net, train, tuned
-from tests.support.small_models import (
+from tests.support.delayed_runs import (
+    PlanTuning,
+    RunResult,
+    net_batches,
+    small_net,
+    train_with_delays,
+    tune_plans,
+)
+from tests.support.forked_commands import tiny_arguments, write_tiny_inputs
+from tests.support.models import (
     assert_close,
     attached,
     batches,
@@ -31,7 +39,6 @@ from tests.support.small_models import (
     master_weights,
     small_model,
 )
-from tests.support.tiny_run import arguments, write_inputs
 
 GROUPS: list[dict[str, Any]] = [
     {"params": "embed_tokens", "lr": 1e-4, "weight_decay": 0.0},
@@ -135,7 +142,7 @@ def test_lion_takes_the_values_of_groups(tmp_path):
 def test_lora_plus_trains_second_matrices_faster(tmp_path):
     """The second matrix of every adapter learns faster, and the base stays as it is."""
     pytest.importorskip("peft", reason="adapters need the extra: pip install 'lohan[peft]'")
-    from tests.support.small_models import adapted
+    from tests.support.models import adapted
 
     rows, optimizer = batches(4, batch=3, seq=16), AdamW(lr=lr)
     groups = [{"params": "lora_B", "lr": lambda step: 16 * lr(step)}]
@@ -194,29 +201,35 @@ LLAMA_GROUPS = [
 ]
 
 
-def bits(place: Path, monkeypatch, tuning: Tuning, *, kind: str = "several", **options) -> Result:
-    tuned(monkeypatch, tuning)
+def bits(
+    place: Path, monkeypatch, tuning: PlanTuning, *, kind: str = "several", **options
+) -> RunResult:
+    tune_plans(monkeypatch, tuning)
     groups = LLAMA_GROUPS if kind == "llama" else NET_GROUPS
     dtype = options.pop("dtype", torch.float32)
-    rows = data(5, kind=kind, dtype=dtype)
-    return train(net(kind, dtype=dtype), rows, place, param_groups=groups, **options)
+    rows = net_batches(5, kind=kind, dtype=dtype)
+    return train_with_delays(
+        small_net(kind, dtype=dtype), rows, place, param_groups=groups, **options
+    )
 
 
 @pytest.mark.parametrize(
     ("clip", "tuning", "more"),
     [
-        (0.0, Tuning(deferred=0.5, ring=1), {}),  # half of the updates run in the next forward
-        (0.3, Tuning(spilled=0.5), {}),  # all do
-        (0.9, Tuning(spilled=0.0), {"update_mode": "optimized"}),  # speculated and rolled back
-        (0.5, Tuning(cached=0.4, spilled=0.0), {"kind": "llama", "dtype": torch.float16}),
+        (0.0, PlanTuning(deferred=0.5, ring=1), {}),  # half of the updates run in the next forward
+        (0.3, PlanTuning(spilled=0.5), {}),  # all do
+        (0.9, PlanTuning(spilled=0.0), {"update_mode": "optimized"}),  # speculated and rolled back
+        (0.5, PlanTuning(cached=0.4, spilled=0.0), {"kind": "llama", "dtype": torch.float16}),
     ],
 )
 def test_the_schedule_changes_no_bit(clip, tuning, more, tmp_path, monkeypatch):
     """Learning rates change in every step, so an update with those of another step would show."""
-    serial = bits(tmp_path / "serial", monkeypatch, Tuning(), overlap=False, clip=clip, **more)
+    serial = bits(tmp_path / "serial", monkeypatch, PlanTuning(), overlap=False, clip=clip, **more)
     overlapped = bits(tmp_path / "overlapped", monkeypatch, tuning, clip=clip, seed=1, **more)
     if not clip:
-        overlapped = Result(overlapped.losses, serial.norms, overlapped.stored, overlapped.progress)
+        overlapped = RunResult(
+            overlapped.losses, serial.norms, overlapped.stored, overlapped.progress
+        )
     serial.check(overlapped)
 
 
@@ -330,12 +343,12 @@ def test_rejects_invalid_group_settings(before, after, message):
 
 def test_a_run_with_groups_is_resumed(lohan, tmp_path):
     """After an edit of run.toml, `lohan resume` reports the changed groups."""
-    inputs, out = write_inputs(tmp_path), tmp_path / "run"
+    inputs, out = write_tiny_inputs(tmp_path), tmp_path / "run"
     group = 'train.param_groups=[{params = "%s", lr = 1e-4}]'
-    refused = lohan("train", *arguments(inputs, tmp_path / "no", "--set", group % "layer"))
+    refused = lohan("train", *tiny_arguments(inputs, tmp_path / "no", "--set", group % "layer"))
     assert refused.code == 2
     assert "[{params" not in refused.err and "'layer' matches no parameter of Llama" in refused.err
-    ended = lohan("train", *arguments(inputs, out, "--set", group % "layers.0", "--no-export"))
+    ended = lohan("train", *tiny_arguments(inputs, out, "--set", group % "layers.0", "--no-export"))
     assert ended.code == 0, ended.err
     file = out / "run.toml"
     file.write_text(file.read_text().replace("layers.0", "layers.1.mlp"))

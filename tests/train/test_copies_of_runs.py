@@ -12,17 +12,17 @@ import pytest
 
 from lohan.checkpoint.replacing import check_target, replacing, target_check
 from lohan.errors import ModelError
-from tests.support.kept_files import tree
-from tests.support.tiny_run import arguments, write_inputs
+from tests.support.forked_commands import tiny_arguments, write_tiny_inputs
+from tests.support.stores import file_digests
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_inputs(tmp_path_factory.mktemp("inputs"))
+    return write_tiny_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 def short(inputs: Path, out: Path, *more: object) -> list[object]:
-    return ["train", *arguments(inputs, out), "--steps", 2, *more]
+    return ["train", *tiny_arguments(inputs, out), "--steps", 2, *more]
 
 
 def test_snapshots_are_not_in_the_place_of_the_store(lohan, inputs, tmp_path):
@@ -37,7 +37,7 @@ def test_the_store_of_a_copied_run_is_the_originals(lohan, inputs, tmp_path):
     run, drives = tmp_path / "run", [tmp_path / "one", tmp_path / "two"]
     given = [word for drive in drives for word in ("--ssd", drive)]
     assert lohan(*short(inputs, run, *given, "--no-export")).code == 0
-    before = tree(tmp_path)
+    before = file_digests(tmp_path)
     shutil.copytree(run, tmp_path / "copy")
     refused = lohan("store", "rm", tmp_path / "copy", "--yes")
     assert refused.code == 2 and "is a copy of the run" in refused.err
@@ -45,7 +45,7 @@ def test_the_store_of_a_copied_run_is_the_originals(lohan, inputs, tmp_path):
     shutil.copytree(first, tmp_path / "copied-first")
     refused = lohan("store", "rm", tmp_path / "copied-first", second, "--yes")
     assert refused.code == 2 and "is a copy of" in refused.err
-    assert before.items() <= tree(tmp_path).items()
+    assert before.items() <= file_digests(tmp_path).items()
     # Moved, it goes on, and remembers where it is: a copy of it is a copy.
     run.rename(tmp_path / "moved")
     assert lohan("resume", tmp_path / "moved", "--steps", 3).code == 0
@@ -58,12 +58,12 @@ def test_the_store_of_a_copied_run_is_the_originals(lohan, inputs, tmp_path):
 def test_an_export_does_not_replace_what_the_run_is_made_of(lohan, inputs, tmp_path):
     base = tmp_path / "base"
     shutil.copytree(inputs / "model", base)
-    words = ["train", *arguments(inputs, base / "run", "--model", base), "--steps", 2]
+    words = ["train", *tiny_arguments(inputs, base / "run", "--model", base), "--steps", 2]
     assert lohan(*words, "--no-export").code == 0
-    before = tree(tmp_path)
+    before = file_digests(tmp_path)
     refused = lohan("export", base / "run", "--out", base, "--overwrite")
     assert refused.code == 2 and "give another --out" in refused.err
-    assert tree(tmp_path) == before
+    assert file_digests(tmp_path) == before
 
 
 def test_a_lost_store_comes_back_from_its_snapshot(lohan, inputs, tmp_path):

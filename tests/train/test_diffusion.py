@@ -25,22 +25,33 @@ from lohan.train.inputs import open_inputs
 from lohan.train.run_folder import RunFolder, eval_rows, step_rows
 from lohan.train.task import DataRequest
 from lohan.util.settings import Source
-from tests.support.diffusion_folders import (
-    CLASSES,
-    POOLED,
-    TEXT,
-    autoencoder,
-    loaded,
-    save_images,
+from tests.support.model_folders import (
+    IMAGE_CLASSES,
+    POOLED_STATES,
+    TEXT_STATES,
+    load_denoiser,
     save_latents,
     save_pipeline,
+    small_autoencoder,
 )
-from tests.support.recording_display import Watch
-from tests.support.small_models import decay_groups
+from tests.support.models import decay_groups
+from tests.support.training_runs import RecordingDisplay
 
 pytest.importorskip("diffusers")
 STEPS, BATCH = 4, 3
 WEIGHTS = "diffusion_pytorch_model.safetensors"
+
+
+def save_images(folder: Path, count: int = 6) -> Path:
+    from PIL import Image
+
+    draw = np.random.default_rng(0)
+    for number in range(count):
+        place = folder / f"{number % 2}"
+        place.mkdir(parents=True, exist_ok=True)
+        pixels = draw.integers(0, 256, (20, 24, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(place / f"{number}.png")
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +82,8 @@ def config_for(place: Path, kind: str, out: Path, **more: Any) -> Any:
     return load_config(None, overrides=overrides)
 
 
-def train(place: Path, kind: str, out: Path, **more: Any) -> Watch:
-    shown = Watch()
+def train(place: Path, kind: str, out: Path, **more: Any) -> RecordingDisplay:
+    shown = RecordingDisplay()
     trainer.train(config_for(place, kind, out, **more), shown)
     return shown
 
@@ -80,8 +91,8 @@ def train(place: Path, kind: str, out: Path, **more: Any) -> Watch:
 def reference(place: Path, kind: str, out: Path) -> dict[str, torch.Tensor]:
     """Train on the run's batches with PyTorch's AdamW in memory."""
     config = RunFolder(out).config()
-    inputs = open_inputs(RunFolder(out), config, Watch(), resume=True)
-    train_, net = config.train, loaded(place / kind / "transformer", kind).train()
+    inputs = open_inputs(RunFolder(out), config, RecordingDisplay(), resume=True)
+    train_, net = config.train, load_denoiser(place / kind / "transformer", kind).train()
     optimizer = torch.optim.AdamW(decay_groups(net, train_.weight_decay))
     torch.manual_seed(config.seed)  # DiT drops classes at random
     for step in range(STEPS):
@@ -107,7 +118,10 @@ def test_from_latents_to_a_model(kind, place, tmp_path):
     assert all(row["tokens"] == BATCH * 16 and row["loss"] > 0 for row in rows)
     assert "7 latents of 4 x 8 x 8" in shown.notes[0]
     assert ("3 classes" in shown.notes[0]) is (kind == "dit")
-    tuned, before = loaded(out / "model", kind), loaded(place / kind / "transformer", kind)
+    tuned, before = (
+        load_denoiser(out / "model", kind),
+        load_denoiser(place / kind / "transformer", kind),
+    )
     expected, weights = reference(place, kind, out), tuned.state_dict()
     assert weights.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -135,7 +149,7 @@ def check_same(whole: RunFolder, other: RunFolder) -> None:
 def test_resume_is_exact(whole, place, tmp_path):
     run = RunFolder(tmp_path / "run")
     train(place, "dit", run.path, train__steps=2, train__activations="recompute")
-    trainer.resume(run, Watch(), steps=STEPS)
+    trainer.resume(run, RecordingDisplay(), steps=STEPS)
     check_same(whole, run)
 
 
@@ -218,7 +232,7 @@ def test_folder_without_scheduler_has_ddpm_noise_levels(place, tmp_path):
     (tmp_path / "alone-data").symlink_to(place / "dit-data")
     train(tmp_path, "alone", tmp_path / "run", train__steps=1)
     config = RunFolder(tmp_path / "run").config()
-    inputs = open_inputs(RunFolder(tmp_path / "run"), config, Watch(), resume=True)
+    inputs = open_inputs(RunFolder(tmp_path / "run"), config, RecordingDisplay(), resume=True)
     assert inputs.train_examples.noising.scheduler.config.num_train_timesteps == 1000
 
 
@@ -227,7 +241,7 @@ def test_folder_without_scheduler_has_ddpm_noise_levels(place, tmp_path):
 
 def examples(place: Path, kind: str, tmp_path: Path, **more: Any) -> diffusion.Noised:
     config = config_for(place, kind, tmp_path / "run", **more)
-    return open_inputs(RunFolder(tmp_path / "run"), config, Watch()).train_examples
+    return open_inputs(RunFolder(tmp_path / "run"), config, RecordingDisplay()).train_examples
 
 
 def latents(place: Path, kind: str) -> dict[str, np.ndarray]:
@@ -261,7 +275,7 @@ def test_a_batch_of_dit_is_noise_on_latents(place, tmp_path):
 def test_a_batch_of_a_flow_lies_between_latents_and_noise(kind, place, tmp_path):
     actual = examples(place, kind, tmp_path)
     batch = actual.batch(2, 4)
-    assert batch[TEXT].shape == (4, 6, 16) and batch[POOLED].shape == (4, 12)
+    assert batch[TEXT_STATES].shape == (4, 6, 16) and batch[POOLED_STATES].shape == (4, 12)
     levels = batch["timestep"] / (1000 if kind == "sd3" else 1)
     assert ((levels > 0) & (levels < 1)).all()
     each = levels.view(-1, *[1] * (batch["hidden_states"].ndim - 1))
@@ -300,19 +314,21 @@ def test_images_become_latents_or_pixels(tmp_path):
 
     pixels = torch.from_numpy(square(tmp_path / "images" / "0" / "0.png", 16))
     with torch.no_grad():
-        expected = autoencoder().eval().encode(pixels[None]).latent_dist.mode() * 0.5
+        expected = small_autoencoder().eval().encode(pixels[None]).latent_dist.mode() * 0.5
     assert np.allclose(encoded, expected.numpy(), atol=1e-5)
     train(tmp_path, "pixels", tmp_path / "run", train__steps=1)
 
 
 def test_classes_may_come_with_the_latents(place, tmp_path):
     (tmp_path / "data").mkdir()
-    for number in (4, 2, CLASSES):
+    for number in (4, 2, IMAGE_CLASSES):
         tensors = {"latents": torch.zeros(4, 8, 8).bfloat16(), "class_labels": torch.tensor(number)}
         save_file(tensors, tmp_path / "data" / f"{number}.safetensors")
-    with pytest.raises(LohanError, match=f"is of class {CLASSES}, DiT.* has {CLASSES} of them"):
+    with pytest.raises(
+        LohanError, match=f"is of class {IMAGE_CLASSES}, DiT.* has {IMAGE_CLASSES} of them"
+    ):
         examples(place, "dit", tmp_path / "wrong", data=tmp_path / "data")
-    (tmp_path / "data" / f"{CLASSES}.safetensors").unlink()
+    (tmp_path / "data" / f"{IMAGE_CLASSES}.safetensors").unlink()
     actual = examples(place, "dit", tmp_path, data=tmp_path / "data")
     assert actual.records.stacked([0, 1])["class_labels"].tolist() == [2, 4]
 
@@ -329,7 +345,7 @@ def test_packages_that_are_missing_are_named(place, tmp_path, monkeypatch):
     for package, message in wanted.items():
         monkeypatch.setitem(sys.modules, package, None)
         with pytest.raises(LohanError, match=message):
-            trainer.train(config, Watch())
+            trainer.train(config, RecordingDisplay())
 
 
 def test_tables_of_tasks_agree():
@@ -374,7 +390,7 @@ WRONG = {
     "not finite": r"holds values that are not finite; write it again",
     "pickle": r"not an array of numpy .*; write it again",
     "loose": r"loose\.npy: is not in the folder of a class; put every example into a folder",
-    "classes": rf"9: is class 9, the model has {CLASSES} of them",
+    "classes": rf"9: is class 9, the model has {IMAGE_CLASSES} of them",
     "mixed": r"1 image and 7 latents are mixed; give a folder with one kind",
     "images": r"an image, and DiT.* takes latents of 4 channels; give the folder of a pipeline",
     "empty": r"no image and no latent in it .*; check --data",
@@ -388,13 +404,13 @@ def test_wrong_data_gets_a_message(what, place, tmp_path):
     broken(tmp_path, what)
     config = config_for(place, "dit", tmp_path / "run", data=tmp_path / "data")
     with pytest.raises(LohanError, match=WRONG[what]):
-        trainer.train(config, Watch())
+        trainer.train(config, RecordingDisplay())
     assert not (tmp_path / "run").exists()
 
 
 def sized(height: int, width: int) -> dict[str, np.ndarray]:
     """Return an example for SD3."""
-    shapes = {"latents": (4, height, width), TEXT: (6, 16), POOLED: (12,)}
+    shapes = {"latents": (4, height, width), TEXT_STATES: (6, 16), POOLED_STATES: (12,)}
     return {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
 
 
@@ -405,10 +421,10 @@ def test_latents_larger_than_the_positions_of_sd3(place, tmp_path):
     config = config_for(place, "sd3", tmp_path / "run", data=tmp_path / "data")
     message = r"0\.npy: the latent is 18 x 16, SD3\w+ takes 16 x 16 at most \(pos_embed_max_size 8,"
     with pytest.raises(LohanError, match=rf"{message} patches of 2\); crop it, or encode smaller"):
-        trainer.train(config, Watch())
+        trainer.train(config, RecordingDisplay())
     assert not (tmp_path / "run").exists()
     noising = noising_of(diffusion.diffusers_folder_of(config))
-    net = loaded(place / "sd3" / "transformer", "sd3")
+    net = load_denoiser(place / "sd3" / "transformer", "sd3")
     for size, fits in (((16, 16), True), ((16, 18), False)):
         arrays = sized(*size)
         batch = noising.batch({n: a[None] for n, a in arrays.items()}, torch.Generator())
@@ -435,7 +451,7 @@ def test_too_little_memory_names_the_options_to_change(place, tmp_path):
     config = config_for(place, "dit", tmp_path / "run", budget__host="100KiB")
     moves = r"raise --host to .*, or lower --batch \(now 3\) or --micro-batch \(now 2\), or train "
     with pytest.raises(LohanError, match=moves + "on smaller images or latents$"):
-        trainer.train(config, Watch())
+        trainer.train(config, RecordingDisplay())
 
 
 def test_evaluation_has_the_classes_of_training(place, tmp_path):
@@ -463,23 +479,23 @@ def test_evaluation_has_the_classes_of_training(place, tmp_path):
 def test_conditioning_has_no_dimension_for_a_batch(place, tmp_path):
     shutil.copytree(place / "sd3-data", tmp_path / "data")
     config = config_for(place, "sd3", tmp_path / "run", data=tmp_path / "data")
-    np.save(tmp_path / "data" / f"0.{POOLED}.npy", np.zeros((1, 12), np.float32))
+    np.save(tmp_path / "data" / f"0.{POOLED_STATES}.npy", np.zeros((1, 12), np.float32))
     message = r"pooled_projections has shape \[1, 12\], one example takes \[width\]; write it"
     with pytest.raises(LohanError, match=message):
-        trainer.train(config, Watch())
+        trainer.train(config, RecordingDisplay())
 
 
 def test_conditioning_that_is_missing_or_of_another_model(place, tmp_path):
     shutil.copytree(place / "sd3-data", tmp_path / "data")
     config = config_for(place, "sd3", tmp_path / "run", data=tmp_path / "data")
-    np.save(tmp_path / "data" / f"0.{POOLED}.npy", np.zeros(3, np.float32))
+    np.save(tmp_path / "data" / f"0.{POOLED_STATES}.npy", np.zeros(3, np.float32))
     message = r"pooled_projections is 3 wide, pooled_projection_dim of the model is 12; make it"
     with pytest.raises(LohanError, match=message):
-        trainer.train(config, Watch())
-    (tmp_path / "data" / f"0.{POOLED}.npy").unlink()
+        trainer.train(config, RecordingDisplay())
+    (tmp_path / "data" / f"0.{POOLED_STATES}.npy").unlink()
     message = r"0\.npy: no pooled_projections with it; write it to 0\.pooled_projections\.npy"
     with pytest.raises(LohanError, match=message):
-        trainer.train(config, Watch())
+        trainer.train(config, RecordingDisplay())
 
 
 def test_settings_and_models_that_do_not_go_together(lohan, place, tmp_path):

@@ -14,15 +14,15 @@ from lohan.train import trainer
 from lohan.train.evaluation import Evaluation, History, evaluate
 from lohan.train.language import CausalLM
 from lohan.train.run_folder import RunFolder, eval_rows, step_rows
-from tests.support.evaluated_run import (
-    STEPS,
-    climbing,
-    inputs_fixture,  # noqa: F401 - fixtures
-    run,
-    weights,
+from tests.support.models import attached, batches, small_model
+from tests.support.training_runs import (
+    EVALUATED_STEPS,
+    RecordingDisplay,
+    evaluated_inputs_fixture,  # noqa: F401 - a fixture
+    exported_bytes,
+    run_evaluated,
+    worsening_settings,
 )
-from tests.support.recording_display import Watch
-from tests.support.small_models import attached, batches, small_model
 
 
 @pytest.mark.parametrize(
@@ -40,20 +40,24 @@ from tests.support.small_models import attached, batches, small_model
     ids=["clip", "balanced", "plain", "serial-bf16", "kept", "device"],
 )
 def test_a_run_with_evaluation_has_the_bits_of_one_without(settings, inputs, tmp_path):
-    run(inputs, tmp_path / "without", **settings)
-    run(inputs, tmp_path / "with", eval__data=inputs / "held.jsonl", eval__every=1, **settings)
-    assert weights(tmp_path / "with" / "model") == weights(tmp_path / "without" / "model")
+    run_evaluated(inputs, tmp_path / "without", **settings)
+    run_evaluated(
+        inputs, tmp_path / "with", eval__data=inputs / "held.jsonl", eval__every=1, **settings
+    )
+    assert exported_bytes(tmp_path / "with" / "model") == exported_bytes(
+        tmp_path / "without" / "model"
+    )
     logs = [step_rows(RunFolder(tmp_path / name)) for name in ("with", "without")]
     losses = [[(row["step"], row["loss"], row.get("grad_norm")) for row in log] for log in logs]
-    assert losses[0] == losses[1] and len(losses[0]) == STEPS
-    assert len(eval_rows(RunFolder(tmp_path / "with"))) == STEPS
+    assert losses[0] == losses[1] and len(losses[0]) == EVALUATED_STEPS
+    assert len(eval_rows(RunFolder(tmp_path / "with"))) == EVALUATED_STEPS
 
 
 def test_loss_is_the_mean_over_all_tokens(inputs, tmp_path):
     """Against plain transformers, example by example, with the weights of the last step."""
-    shown = run(inputs, tmp_path / "run", eval__data=inputs / "held.jsonl", eval__every=4)
+    shown = run_evaluated(inputs, tmp_path / "run", eval__data=inputs / "held.jsonl", eval__every=4)
     rows = eval_rows(RunFolder(tmp_path / "run"))
-    assert [row["step"] for row in rows] == [4, STEPS]
+    assert [row["step"] for row in rows] == [4, EVALUATED_STEPS]
     net = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").eval()
     held = open_dataset(tmp_path / "run" / "eval-data", seed=0)
     assert held is not None
@@ -66,13 +70,13 @@ def test_loss_is_the_mean_over_all_tokens(inputs, tmp_path):
     assert rows[-1]["eval_loss"] == pytest.approx(total / tokens, rel=1e-5)
     assert rows[-1]["eval_tokens"] == tokens
     assert rows[-1]["eval_perplexity"] == pytest.approx(2.718281828 ** (total / tokens), rel=1e-4)
-    assert any(f"evaluation after step {STEPS}: loss " in note for note in shown.notes)
+    assert any(f"evaluation after step {EVALUATED_STEPS}: loss " in note for note in shown.notes)
 
 
 def test_rows_of_steps_leave_evaluation_out(inputs, tmp_path):
     """An evaluation is slow and reads much; the step after it is not."""
-    run(inputs, tmp_path / "run", eval__data=inputs / "held.jsonl", eval__every=1)
-    run(inputs, tmp_path / "plain")
+    run_evaluated(inputs, tmp_path / "run", eval__data=inputs / "held.jsonl", eval__every=1)
+    run_evaluated(inputs, tmp_path / "plain")
     read = [
         [row["ssd_read_bytes"] for row in step_rows(RunFolder(tmp_path / name))]
         for name in ("run", "plain")
@@ -86,7 +90,9 @@ def test_rows_of_steps_leave_evaluation_out(inputs, tmp_path):
 
 
 def test_split_holds_examples_back(inputs, tmp_path):
-    shown = run(inputs, tmp_path / "run", eval__split=0.3, train__epochs=1.0, train__steps=None)
+    shown = run_evaluated(
+        inputs, tmp_path / "run", eval__split=0.3, train__epochs=1.0, train__steps=None
+    )
     assert "evaluation on 3 examples" in shown.notes
     whole = open_dataset(tmp_path / "run" / "data", seed=0)
     assert whole is not None
@@ -175,8 +181,8 @@ def test_history_finds_the_best_step() -> None:
 
 
 def test_early_stop_and_best_export(inputs, tmp_path):
-    shown, out = Watch(), tmp_path / "run"
-    outcome = trainer.train(load_config(None, overrides=climbing(inputs, out)), shown)
+    shown, out = RecordingDisplay(), tmp_path / "run"
+    outcome = trainer.train(load_config(None, overrides=worsening_settings(inputs, out)), shown)
     assert outcome.step < 12 and outcome.exported and not outcome.stopped
     rows = eval_rows(RunFolder(out))
     actual = History.of(rows)
@@ -187,12 +193,12 @@ def test_early_stop_and_best_export(inputs, tmp_path):
     assert held is not None
     again = evaluate(best, held, batch=2, task=CausalLM())
     assert again is not None and again.loss == pytest.approx(actual.best, rel=1e-5)
-    assert weights(out / "best") != weights(out / "model")
-    shown = Watch()
+    assert exported_bytes(out / "best") != exported_bytes(out / "model")
+    shown = RecordingDisplay()
     resumed = trainer.resume(RunFolder(out), shown)
     assert resumed.step == outcome.step and eval_rows(RunFolder(out)) == rows
     assert any(f"has stopped early, at step {outcome.step} of 12;" in n for n in shown.notes)
     assert any(note == f"fine-tuned model: {out / 'model'}" for note in shown.notes)
     longer = (out / "run.toml").read_text().replace("early_stop = 3", "early_stop = 4")
     (out / "run.toml").write_text(longer)
-    assert trainer.resume(RunFolder(out), Watch()).step == outcome.step + 1
+    assert trainer.resume(RunFolder(out), RecordingDisplay()).step == outcome.step + 1

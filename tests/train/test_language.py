@@ -20,8 +20,8 @@ from lohan.config import TrainConfig
 from lohan.train.language import CausalLM
 from lohan.train.trainer import stop_signals
 from tests.support import HANG_S
-from tests.support.recording_display import Watch
-from tests.support.small_models import small_model
+from tests.support.models import small_model
+from tests.support.training_runs import RecordingDisplay
 
 
 def shapes(*lengths: int, pack: bool = False) -> dict[str, torch.Tensor]:
@@ -56,7 +56,7 @@ def test_third_signal_ends_a_process_with_a_blocked_main_thread(stuck):
     if child == 0:
         signal.alarm(HANG_S)  # whatever happens
         os.close(2)
-        with stop_signals(Watch()):
+        with stop_signals(RecordingDisplay()):
             sleeper = threading.Thread(target=time.sleep, args=(2 * HANG_S,), daemon=True)
             sleeper.start()
             if stuck:  # in C, where Python hears of no signal

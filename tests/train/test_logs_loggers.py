@@ -11,21 +11,23 @@ from lohan.config import load_config
 from lohan.errors import ConfigError
 from lohan.train import logs, trainer
 from lohan.train.run_folder import RunFolder, eval_rows, step_rows
-from tests.support.evaluated_run import (
-    inputs_fixture,  # noqa: F401 - fixtures
-    settings_for,
+from tests.support.training_runs import (
+    RecordingDisplay,
+    evaluated_inputs_fixture,  # noqa: F401 - a fixture
+    evaluated_settings,
 )
-from tests.support.recording_display import Watch
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio", "mlflow"])
 def test_a_missing_package_is_named(name, inputs, tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    config = load_config(None, overrides=settings_for(inputs, tmp_path / "run", output__log=[name]))
+    config = load_config(
+        None, overrides=evaluated_settings(inputs, tmp_path / "run", output__log=[name])
+    )
     with pytest.raises(
         ConfigError, match=rf"{name} is not installed; pip install 'lohan\[{name}\]"
     ):
-        trainer.train(config, Watch())
+        trainer.train(config, RecordingDisplay())
     assert list(tmp_path.iterdir()) == []
 
 
@@ -41,7 +43,7 @@ def test_tensorboard(inputs, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     out = tmp_path / "run"
-    config = settings_for(
+    config = evaluated_settings(
         inputs,
         out,
         output__log=["tensorboard"],
@@ -49,8 +51,8 @@ def test_tensorboard(inputs, tmp_path):
         eval__every=2,
         train__steps=2,
     )
-    trainer.train(load_config(None, overrides=config), Watch())
-    trainer.resume(RunFolder(out), Watch(), steps=4)
+    trainer.train(load_config(None, overrides=config), RecordingDisplay())
+    trainer.resume(RunFolder(out), RecordingDisplay(), steps=4)
     events = EventAccumulator(str(out / "tensorboard"))
     events.Reload()
     actual = [(event.step, event.value) for event in events.Scalars("train/loss")]
@@ -68,15 +70,17 @@ def test_weights_and_biases(inputs, tmp_path, monkeypatch):
     for name, value in (("MODE", "offline"), ("SILENT", "true"), ("DIR", str(tmp_path))):
         monkeypatch.setenv(f"WANDB_{name}", value)
     out = tmp_path / "run"
-    config = settings_for(inputs, out, output__log=["wandb"], train__steps=2, output__export=False)
-    trainer.train(load_config(None, overrides=config), Watch())
+    config = evaluated_settings(
+        inputs, out, output__log=["wandb"], train__steps=2, output__export=False
+    )
+    trainer.train(load_config(None, overrides=config), RecordingDisplay())
     written = list(Path(out).rglob("*.wandb"))
     assert len(written) == 1 and b"train/loss" in written[0].read_bytes()
 
 
 def train_then_resume(inputs, out, name):
     """Train two steps, resume to four, and return the rows of steps and of evaluations."""
-    config = settings_for(
+    config = evaluated_settings(
         inputs,
         out,
         output__log=[name],
@@ -85,8 +89,8 @@ def train_then_resume(inputs, out, name):
         train__steps=2,
         output__export=False,
     )
-    trainer.train(load_config(None, overrides=config), Watch())
-    trainer.resume(RunFolder(out), Watch(), steps=4)
+    trainer.train(load_config(None, overrides=config), RecordingDisplay())
+    trainer.resume(RunFolder(out), RecordingDisplay(), steps=4)
     return step_rows(RunFolder(out)), eval_rows(RunFolder(out))
 
 

@@ -16,8 +16,8 @@ from lohan.store.store import Counters
 from lohan.train import logs as module
 from lohan.train.logs import Meter
 from lohan.util.trace import Span, Trace
-from tests.support.command_line import CONFIG
-from tests.support.random_checkpoint import write_random_checkpoint
+from tests.support.model_folders import write_random_checkpoint
+from tests.support.training_runs import TINY_CONFIG
 
 STEPS, LATE_S = 4, 0.01
 
@@ -68,7 +68,7 @@ def test_leaves_time_and_bytes_outside_of_steps_out(clock):
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("inputs")
-    write_random_checkpoint(folder / "model", CONFIG)
+    write_random_checkpoint(folder / "model", TINY_CONFIG)
     data = [{"input_ids": [(i * j) % 64 for j in range(1, 12)]} for i in range(12)]
     (folder / "data.jsonl").write_text("\n".join(map(json.dumps, data)))
     return folder

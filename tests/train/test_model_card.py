@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from lohan.train.model_card import license_of, name_of
-from tests.support.tiny_run import arguments, write_inputs
+from tests.support.forked_commands import tiny_arguments, write_tiny_inputs
 
 LICENSE = "---\nlicense: apache-2.0\ntags:\n- x\n---\n# Base\n"
 
@@ -33,7 +33,7 @@ def lohan_process(*words, **env):
 def run(forge, tmp_path_factory):
     """Train a model and a dataset that lie in the hub's cache."""
     root = tmp_path_factory.mktemp("card")
-    plain = write_inputs(root)
+    plain = write_tiny_inputs(root)
     inputs = root / "hub"
     model = inputs / "models--Org--Base" / "snapshots" / "0123"
     data = inputs / "datasets--Org--Data" / "snapshots" / "4567"
@@ -41,7 +41,7 @@ def run(forge, tmp_path_factory):
     (model / "README.md").write_text(LICENSE)
     data.mkdir(parents=True)
     shutil.copy(plain / "data.jsonl", data / "train.jsonl")
-    words = arguments(inputs, root / "run")
+    words = tiny_arguments(inputs, root / "run")
     words[words.index("--model") + 1] = model
     words[words.index("--data") + 1] = data / "train.jsonl"
     done = forge.run("train", *words)

@@ -21,15 +21,15 @@ from lohan.errors import LohanError
 from lohan.train import trainer
 from lohan.train.inputs import open_inputs
 from lohan.train.run_folder import RunFolder, eval_rows, step_rows
-from tests.support.recording_display import Watch
-from tests.support.task_runs import (
-    BATCH,
-    STEPS,
-    byte_level,
-    reference,
-    settings,
-    train,
-    with_peft,
+from tests.support.model_folders import byte_level_tokenizer
+from tests.support.training_runs import (
+    TASK_BATCH,
+    TASK_STEPS,
+    RecordingDisplay,
+    compare_with_peft,
+    task_config,
+    train_task,
+    train_task_in_memory,
     write_rows,
 )
 
@@ -59,7 +59,7 @@ ASKED = [
 
 
 def save_tokenizer(folder: Path, **more: str) -> None:
-    inner = byte_level(SPECIAL)
+    inner = byte_level_tokenizer(SPECIAL)
     inner.post_processor = tokenizers.processors.TemplateProcessing(
         single="[CLS] $A [SEP]",
         pair="[CLS] $A [SEP] $B:1 [SEP]:1",
@@ -123,8 +123,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(place: Path, name: str, out: Path, **more: Any) -> Watch:
-    return train(place / name, place / f"{name}.jsonl", out, **more)
+def run(place: Path, name: str, out: Path, **more: Any) -> RecordingDisplay:
+    return train_task(place / name, place / f"{name}.jsonl", out, **more)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -136,7 +136,7 @@ def test_as_in_memory(name, place, tmp_path):
     out = tmp_path / "run"
     run(place, name, out)
     kind = type(MODELS[name]())
-    losses, weights = reference(out, kind.from_pretrained(place / name))
+    losses, weights = train_task_in_memory(out, kind.from_pretrained(place / name))
     assert [row["loss"] for row in step_rows(RunFolder(out))] == pytest.approx(losses, rel=1e-5)
     tuned = kind.from_pretrained(out / "model").state_dict()
     assert tuned.keys() == weights.keys()
@@ -162,7 +162,7 @@ def test_adapters_as_with_peft(name, place, tmp_path, lohan):
     """A head of answers or classes learns whole, one of words not; merged, it is a model again."""
     out, kind = tmp_path / "run", type(MODELS[name]())
     run(place, name, out, train__lora=4)
-    learnt = with_peft(out, kind.from_pretrained(place / name), **PEFT[name])
+    learnt = compare_with_peft(out, kind.from_pretrained(place / name), **PEFT[name])
     whole = {key for key in learnt if "lora" not in key}
     heads = {"question-answering": {"qa_outputs"}, "image-classification": {"classifier"}}
     assert {key.split(".")[2] for key in whole} == heads.get(name, set())
@@ -184,12 +184,12 @@ def test_resume_is_exact_and_evaluation_changes_nothing(name, place, tmp_path):
     how = {"train__activations": "recompute", "task": name}
     run(place, name, one, **how)
     run(place, name, two, train__steps=1, **how, **held)
-    trainer.resume(RunFolder(two), Watch(), steps=STEPS)
+    trainer.resume(RunFolder(two), RecordingDisplay(), steps=TASK_STEPS)
     files = [load_file(folder / "model" / "model.safetensors") for folder in (one, two)]
     assert all(torch.equal(files[0][key], files[1][key]) for key in files[0])
     # The last step's model, evaluated in memory, a row at a time: what is random is the same.
     net, total, count = type(MODELS[name]()).from_pretrained(two / "model").eval(), 0.0, 0
-    inputs = open_inputs(RunFolder(two), RunFolder(two).config(), Watch(), resume=True)
+    inputs = open_inputs(RunFolder(two), RunFolder(two).config(), RecordingDisplay(), resume=True)
     with torch.no_grad():
         for batch in inputs.held_out.passes(1):
             weight = inputs.task.weight(net, batch)
@@ -206,9 +206,9 @@ def test_masks_are_drawn_anew_and_again_the_same(place, tmp_path):
     """
     texts = [{"text": "".join(chr(97 + (n + i) % 26) for i in range(50 + n))} for n in range(24)]
     data = write_rows(tmp_path / "data.jsonl", texts)
-    config = settings(place / "masked", data, tmp_path / "run", train__seq=32)
-    inputs = open_inputs(RunFolder(tmp_path / "run"), config, Watch())
-    again = open_inputs(RunFolder(tmp_path / "run"), config, Watch(), resume=True)
+    config = task_config(place / "masked", data, tmp_path / "run", train__seq=32)
+    inputs = open_inputs(RunFolder(tmp_path / "run"), config, RecordingDisplay())
+    again = open_inputs(RunFolder(tmp_path / "run"), config, RecordingDisplay(), resume=True)
     assert len(inputs.train_examples) == 24 + sum(-(-(50 + n) // 30) - 1 for n in range(24))
     chosen = masked = kept = other = seen = 0
     for step in range(40):
@@ -239,7 +239,7 @@ def test_masks_are_drawn_anew_and_again_the_same(place, tmp_path):
 
 def test_masks_of_a_text_file(place, tmp_path):
     (tmp_path / "a.txt").write_text("To be, or not to be, that is the question. " * 8)
-    shown = train(place / "masked", tmp_path / "a.txt", tmp_path / "run", train__steps=1)
+    shown = train_task(place / "masked", tmp_path / "a.txt", tmp_path / "run", train__steps=1)
     assert shown.notes[0].startswith("6 examples\nfirst example")
 
 
@@ -254,8 +254,8 @@ def test_answers_are_where_they_stand(place, tmp_path):
         {"question": "What?", "context": "It is.", "answers": {"text": [], "answer_start": []}},
     ]
     data = write_rows(tmp_path / "data.jsonl", rows)
-    config = settings(place / "question-answering", data, tmp_path / "run", train__seq=48)
-    inputs = open_inputs(RunFolder(tmp_path / "run"), config, Watch())
+    config = task_config(place / "question-answering", data, tmp_path / "run", train__seq=48)
+    inputs = open_inputs(RunFolder(tmp_path / "run"), config, RecordingDisplay())
     collected = []
     for batch in inputs.train_examples.passes(1):
         start, end = (int(batch[name][0]) for name in ("start_positions", "end_positions"))
@@ -272,7 +272,7 @@ def test_answers_are_where_they_stand(place, tmp_path):
 
 def test_a_folder_of_classes(lohan, place, tmp_path):
     """The folders' names are the classes; the same as rows, and plans without data."""
-    how = ("--model", place / "image-classification", "--host", "32MiB", "--batch", BATCH)
+    how = ("--model", place / "image-classification", "--host", "32MiB", "--batch", TASK_BATCH)
     plan = lohan("plan", *how)
     assert plan.code == 0, plan
     out = tmp_path / "run"
@@ -280,7 +280,7 @@ def test_a_folder_of_classes(lohan, place, tmp_path):
     assert result.code == 0 and "7 images" in result.out, result
     run(place, "image-classification", tmp_path / "rows")
     folders = [
-        open_inputs(RunFolder(f), RunFolder(f).config(), Watch(), resume=True)
+        open_inputs(RunFolder(f), RunFolder(f).config(), RecordingDisplay(), resume=True)
         for f in (out, tmp_path / "rows")
     ]
     every = [inputs.train_examples.passes(1) for inputs in folders]
@@ -326,7 +326,7 @@ def test_rejects_wrong_rows_and_settings(name, rows, more, message, place, tmp_p
     (tmp_path / "0.png").symlink_to(place / "pictures" / "cat" / "0.png")
     data = write_rows(tmp_path / "data.jsonl", rows)
     with pytest.raises(LohanError, match=message):
-        trainer.train(settings(place / name, data, tmp_path / "run", **more), Watch())
+        trainer.train(task_config(place / name, data, tmp_path / "run", **more), RecordingDisplay())
     assert not (tmp_path / "run").exists()
 
 
@@ -335,4 +335,6 @@ def test_a_tokenizer_without_a_mask(place, tmp_path):
     MODELS["masked"]().save_pretrained(folder)
     save_tokenizer(folder)
     with pytest.raises(LohanError, match="its tokenizer has no mask token"):
-        trainer.train(settings(folder, place / "masked.jsonl", tmp_path / "run"), Watch())
+        trainer.train(
+            task_config(folder, place / "masked.jsonl", tmp_path / "run"), RecordingDisplay()
+        )

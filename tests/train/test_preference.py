@@ -22,19 +22,18 @@ from lohan.train.run_folder import RunFolder
 from lohan.train.task import mean_stats
 from lohan.train.trainer import resume, train
 from lohan.util.display import Display
-from tests.support import forked_ranks
-from tests.support.forked_commands import Forge
-from tests.support.preference_data import (
-    BATCH,
-    PAIRS,
-    RATED,
-    ROWS,
-    STEPS,
-    model_fixture,  # noqa: F401 - fixtures
-    rows_of,
+from tests.support import ranks
+from tests.support.forked_commands import Forge, metrics_rows
+from tests.support.model_folders import save_tokenizer
+from tests.support.training_runs import (
+    PREFERENCE_PAIRS,
+    PREFERENCE_ROWS,
+    RATED_ANSWERS,
+    PageElements,
+    preference_model_fixture,  # noqa: F401 - a fixture
 )
-from tests.support.report_pages import Elements
-from tests.support.tokenizer_folders import save_tokenizer
+
+STEPS, BATCH = 20, 2
 
 
 def with_start_token(model: Path, loss: str) -> Path:
@@ -50,7 +49,9 @@ def with_start_token(model: Path, loss: str) -> Path:
 
 def run(model: Path, out: Path, loss: str, **more: Any) -> list[dict[str, Any]]:
     data = out.with_suffix(".jsonl")
-    data.write_text("\n".join(map(json.dumps, RATED if loss == "kto" else PAIRS)))
+    data.write_text(
+        "\n".join(map(json.dumps, RATED_ANSWERS if loss == "kto" else PREFERENCE_PAIRS))
+    )
     overrides = {
         "model": str(model),
         "data": [str(data)],
@@ -70,7 +71,7 @@ def run(model: Path, out: Path, loss: str, **more: Any) -> list[dict[str, Any]]:
         **more,
     }
     train(load_config(None, overrides=overrides), Display())
-    return rows_of(out)
+    return metrics_rows(out)
 
 
 def in_memory(model: Path, loss: str, folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -79,8 +80,8 @@ def in_memory(model: Path, loss: str, folder: Path) -> tuple[list[float], dict[s
     from trl.experimental.cpo import CPOConfig, CPOTrainer
     from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
-    rows = RATED if loss == "kto" else PAIRS
-    mixed = Table.from_list([rows[i] for i in order(0, 0, ROWS)])
+    rows = RATED_ANSWERS if loss == "kto" else PREFERENCE_PAIRS
+    mixed = Table.from_list([rows[i] for i in order(0, 0, PREFERENCE_ROWS)])
     kinds: dict[str, Any] = {
         "dpo": (DPOConfig, DPOTrainer, {}),
         "ipo": (DPOConfig, DPOTrainer, {"loss_type": ["ipo"]}),
@@ -143,7 +144,7 @@ def test_resumed_runs_keep_their_reference(model: Path, tmp_path: Path, loss: st
     before = result.read_bytes()
     resume(RunFolder(tmp_path / "parts"), Display(), steps=6)
     assert result.read_bytes() == before
-    actual = [(row["step"], row["loss"]) for row in rows_of(tmp_path / "parts")]
+    actual = [(row["step"], row["loss"]) for row in metrics_rows(tmp_path / "parts")]
     assert actual == [(row["step"], row["loss"]) for row in whole]
     result.unlink()
     with pytest.raises(DataError, match="log-probabilities are missing, and the model has"):
@@ -191,7 +192,7 @@ def test_held_back_rows_are_evaluated_and_rewards_reported(
     assert len(steps) == len(held) == 3
     assert len(list((tmp_path / "run" / "data").glob("reference-*.npy"))) == 2
     report_command([tmp_path / "run"], tmp_path / "report.html")
-    page = Elements((tmp_path / "report.html").read_text())
+    page = PageElements((tmp_path / "report.html").read_text())
     charts = page.data["charts"]
     shown = {name: charts[name] for name in ("rewards", "margins", "accuracy") if name in charts}
     assert [line["name"] for line in shown["rewards"]] == [
@@ -231,7 +232,7 @@ def test_slices_of_the_head_do_not_matter(model: Path, tmp_path: Path) -> None:
 
 def test_data_of_the_other_kind_is_refused(model: Path, tmp_path: Path) -> None:
     data = tmp_path / "d.jsonl"
-    data.write_text("\n".join(map(json.dumps, RATED)))
+    data.write_text("\n".join(map(json.dumps, RATED_ANSWERS)))
     with pytest.raises(DataError, match=r"--data has prompt\+completion\+label, --loss dpo wants"):
         run(model, tmp_path / "x", "dpo", data=[str(data)])
 
@@ -294,9 +295,9 @@ def test_two_ranks_learn_what_one_does(
         "--set",
         "train.beta2=0.999",
     ]
-    ended = forked_ranks.run(forge, 2, *words)
-    assert [e.code for e in ended] == [0, 0], forked_ranks.errors_of(ended)
-    both = rows_of(tmp_path / "two")
+    ended = ranks.run_ranks(forge, 2, *words)
+    assert [e.code for e in ended] == [0, 0], ranks.errors_of_ranks(ended)
+    both = metrics_rows(tmp_path / "two")
     names = [name for name in alone[0] if name == "loss" or name.startswith("reward")]
     assert {"reward_chosen", "reward_rejected"} & set(names)
     for name in names:

@@ -19,12 +19,12 @@ from lohan.train.preference import Reward
 from lohan.train.run_folder import RunFolder
 from lohan.train.trainer import resume, train
 from lohan.util.display import Display
-from tests.support.preference_data import (
-    PAIRS,
-    RATED,
-    ROWS,
-    model_fixture,  # noqa: F401 - fixtures
-    rows_of,
+from tests.support.forked_commands import metrics_rows
+from tests.support.training_runs import (
+    PREFERENCE_PAIRS,
+    PREFERENCE_ROWS,
+    RATED_ANSWERS,
+    preference_model_fixture,  # noqa: F401 - a fixture
 )
 
 peft = pytest.importorskip("peft", reason="adapters need the extra: pip install 'lohan[peft]'")
@@ -33,7 +33,7 @@ STEPS, BATCH = 5, 4
 
 def settings(model: Path, out: Path, **more: Any) -> Any:
     data = out.with_suffix(".jsonl")
-    data.write_text("\n".join(map(json.dumps, PAIRS)))
+    data.write_text("\n".join(map(json.dumps, PREFERENCE_PAIRS)))
     overrides = {
         "model": str(model),
         "data": [str(data)],
@@ -104,7 +104,7 @@ def in_memory(model: Path, config: Any, folder: Path) -> tuple[Any, dict[str, to
         model=plain_model,
         args=args,
         processing_class=AutoTokenizer.from_pretrained(model),
-        train_dataset=Table.from_list([PAIRS[i] for i in order(0, 0, ROWS)]),
+        train_dataset=Table.from_list([PREFERENCE_PAIRS[i] for i in order(0, 0, PREFERENCE_ROWS)]),
     )
     trainer.train()
     rows = [row for row in trainer.state.log_history if "loss" in row]
@@ -117,7 +117,7 @@ def test_equal_to_trl_in_memory(model: Path, tmp_path: Path) -> None:
     config = settings(model, tmp_path / "run")
     train(config, Display())
     actual, (expected, weights) = (
-        rows_of(tmp_path / "run"),
+        metrics_rows(tmp_path / "run"),
         in_memory(model, config, tmp_path / "trl"),
     )
     for name, their in (
@@ -137,7 +137,7 @@ def test_equal_to_trl_in_memory(model: Path, tmp_path: Path) -> None:
     torch.testing.assert_close(again.score.weight.data, exported["score.weight"])
     second = settings(tmp_path / "run" / "model", tmp_path / "second", **{"train.steps": 1})
     train(second, Display())
-    assert rows_of(tmp_path / "second")[0]["loss"] < actual[0]["loss"]
+    assert metrics_rows(tmp_path / "second")[0]["loss"] < actual[0]["loss"]
 
 
 def test_an_adapter_and_the_head_learn_as_with_peft(model: Path, tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_an_adapter_and_the_head_learn_as_with_peft(model: Path, tmp_path: Path)
     config = settings(model, tmp_path / "run", **{"train.lora": 4, "train.lr": 1e-2})
     train(config, Display())
     actual, (expected, weights) = (
-        rows_of(tmp_path / "run"),
+        metrics_rows(tmp_path / "run"),
         in_memory(model, config, tmp_path / "trl"),
     )
     losses = [row["loss"] for row in actual]
@@ -166,7 +166,7 @@ def test_an_adapter_and_the_head_learn_as_with_peft(model: Path, tmp_path: Path)
     for name, more in (("plain", {}), ("again", {"train.lora": 4})):
         one = settings(tmp_path / "merged", tmp_path / name, **more, **{"train.steps": 1})
         train(one, Display())
-    first = [rows_of(tmp_path / name)[0]["loss"] for name in ("plain", "again")]
+    first = [metrics_rows(tmp_path / name)[0]["loss"] for name in ("plain", "again")]
     assert first[1] == pytest.approx(first[0], rel=1e-5) and first[0] < losses[0]
 
 
@@ -175,7 +175,7 @@ def test_a_resumed_run_and_pairs_held_back(model: Path, tmp_path: Path) -> None:
     train(settings(model, tmp_path / "whole", **more, **{"train.steps": 4}), Display())
     train(settings(model, tmp_path / "parts", **more, **{"train.steps": 2}), Display())
     resume(RunFolder(tmp_path / "parts"), Display(), steps=4)
-    actual, whole = rows_of(tmp_path / "parts"), rows_of(tmp_path / "whole")
+    actual, whole = metrics_rows(tmp_path / "parts"), metrics_rows(tmp_path / "whole")
     losses = [[row["loss"] for row in rows if "loss" in row] for rows in (actual, whole)]
     assert losses[0] == losses[1] and len(losses[0]) == 4
     assert sum("eval_loss" in row for row in actual) == 2
@@ -185,7 +185,7 @@ def test_rejects_settings_without_a_meaning_for_rewards(model: Path, tmp_path: P
     with pytest.raises(ConfigError, match="--sample-prompts: a reward model generates no text"):
         train(settings(model, tmp_path / "a", **{"sample.prompts": "x"}), Display())
     other = tmp_path / "rated.jsonl"
-    other.write_text("\n".join(map(json.dumps, RATED)))
+    other.write_text("\n".join(map(json.dumps, RATED_ANSWERS)))
     with pytest.raises(DataError, match=r"has prompt\+completion\+label, --task reward wants"):
         train(settings(model, tmp_path / "b", data=[str(other)]), Display())
     three = tmp_path / "three"

@@ -10,9 +10,9 @@ import pytest
 from lohan.checkpoint.train_state import SMALLEST_SCALE, TrainState
 from lohan.errors import TrainingError
 from lohan.train.periodic import check_loss, check_norm
-from tests.support.word_model import (
-    TEXTS,
-    model_fixture,  # noqa: F401 - fixtures
+from tests.support.training_runs import (
+    TEXT_ROWS,
+    word_model_fixture,  # noqa: F401 - a fixture
     write_rows,
 )
 
@@ -54,7 +54,7 @@ def test_an_fp16_overflow_is_part_of_training_until_the_scale_is_used_up():
 @pytest.mark.parametrize("clip", ["1.0", "0"])
 def test_a_run_that_diverges_stops_and_exports_nothing(clip, lohan, model, tmp_path):
     """With clipping by the norm, without it by the next loss; what was committed stays."""
-    data, run = write_rows(tmp_path / "data.jsonl", TEXTS), tmp_path / "run"
+    data, run = write_rows(tmp_path / "data.jsonl", TEXT_ROWS), tmp_path / "run"
     result = lohan(
         "train",
         "--model",

@@ -16,9 +16,9 @@ from lohan.train.trainer import resume, train
 from lohan.ui.runs import RunRecord, read_run
 from lohan.ui.view import first_example
 from lohan.util.display import Display
-from tests.support.preference_data import (
-    model_fixture,  # noqa: F401 - fixtures
-    rows_of,
+from tests.support.forked_commands import metrics_rows
+from tests.support.training_runs import (
+    preference_model_fixture,  # noqa: F401 - a fixture
 )
 
 
@@ -59,7 +59,7 @@ def rates(total: int, steps: range) -> list[float]:
 def test_more_steps_and_the_learning_rate(model: Path, tmp_path: Path, keep: bool) -> None:
     run, reported = begun(model, tmp_path / "run"), Told()
     resume(run, reported, steps=6, keep_schedule=keep)
-    actual = [row["lr"] for row in rows_of(run.path)]
+    actual = [row["lr"] for row in metrics_rows(run.path)]
     assert actual[:4] == pytest.approx(rates(4, range(4)))
     assert actual[4:] == pytest.approx(rates(4 if keep else 6, range(4, 6)))
     (message,) = [note for note in reported.notes if "learning rate" in note]

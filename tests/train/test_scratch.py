@@ -15,9 +15,14 @@ from lohan.checkpoint.sources import InitialValues
 from lohan.errors import LohanError
 from lohan.train import trainer
 from lohan.train.run_folder import RunFolder
-from tests.support.recording_display import Watch
-from tests.support.task_runs import STEPS, reference, settings, write_rows
-from tests.support.tokenizer_folders import save_tokenizer
+from tests.support.model_folders import save_tokenizer
+from tests.support.training_runs import (
+    TASK_STEPS,
+    RecordingDisplay,
+    task_config,
+    train_task_in_memory,
+    write_rows,
+)
 
 LLAMA = hf.LlamaConfig(
     vocab_size=264,
@@ -41,7 +46,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_for(place: Path, out: Path, **more):
-    result = settings(place, place / "data.jsonl", out)  # for its numbers
+    result = task_config(place, place / "data.jsonl", out)  # for its numbers
     overrides = {
         "init": place / "config.json",
         "tokenizer": place / "tokens",
@@ -49,7 +54,7 @@ def config_for(place: Path, out: Path, **more):
         "out": out,
         "seed": 5,
         "budget.host": "32MiB",
-        "train.steps": STEPS,
+        "train.steps": TASK_STEPS,
         "train.batch": 3,
         "train.lr": 1e-3,
         "train.seq": 64,
@@ -70,22 +75,22 @@ def test_trains_what_the_class_would_draw(place, tmp_path):
     The export is complete, and a run that was moved and resumed has the same bits.
     """
     out, other = tmp_path / "run", tmp_path / "other"
-    trainer.train(config_for(place, out), Watch())
+    trainer.train(config_for(place, out), RecordingDisplay())
     empty = build_from_config(LLAMA, dtype=torch.float32)
     first = InitialValues(empty, 5)
     net = type(empty)(LLAMA)
     with torch.no_grad():
         for name, parameter in net.named_parameters():
             parameter.copy_(first.read_flat(name, 0, parameter.numel()).view(parameter.shape))
-    _, weights = reference(out, net)
+    _, weights = train_task_in_memory(out, net)
     tuned = hf.AutoModelForCausalLM.from_pretrained(out / "model").state_dict()
     assert tuned.keys() == weights.keys()
     assert all(torch.allclose(tuned[name], weights[name], atol=2e-5) for name in weights)
     assert len(hf.AutoTokenizer.from_pretrained(out / "model")) == 260
     assert not [p.name for p in (out / "model").iterdir() if p.name == ".lohan-init"]
-    trainer.train(config_for(place, other, **{"train.steps": 1}), Watch())
+    trainer.train(config_for(place, other, **{"train.steps": 1}), RecordingDisplay())
     other.rename(tmp_path / "moved")
-    trainer.resume(RunFolder(tmp_path / "moved"), Watch(), steps=STEPS)
+    trainer.resume(RunFolder(tmp_path / "moved"), RecordingDisplay(), steps=TASK_STEPS)
     files = [load_file(f / "model" / "model.safetensors") for f in (out, tmp_path / "moved")]
     assert all(torch.equal(files[0][name], files[1][name]) for name in files[0])
 
@@ -137,14 +142,16 @@ def test_rejects_configs_and_settings_that_do_not_match(more, message, place, tm
             paths[name] = tmp_path / more.pop(name)
     model = {"model": place} if "init" in more else {}
     with pytest.raises(LohanError, match=message):
-        trainer.train(config_for(place, tmp_path / "run", **{**paths, **more, **model}), Watch())
+        trainer.train(
+            config_for(place, tmp_path / "run", **{**paths, **more, **model}), RecordingDisplay()
+        )
     assert not (tmp_path / "run").exists()
 
 
 def test_a_start_that_fails_leaves_nothing(place, tmp_path):
     data = write_rows(tmp_path / "data.jsonl", [{"no": 1}])
     with pytest.raises(LohanError, match="no known keys"):
-        trainer.train(config_for(place, tmp_path / "run", data=data), Watch())
+        trainer.train(config_for(place, tmp_path / "run", data=data), RecordingDisplay())
     assert not (tmp_path / "run").exists()
 
 
@@ -152,5 +159,7 @@ def test_missing_tokenizer_names_the_option(place, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("words\n" * 100)
     with pytest.raises(LohanError, match=r"--init has no tokenizer.*with --tokenizer DIR"):
-        trainer.train(config_for(place, tmp_path / "run", data=text, tokenizer=None), Watch())
+        trainer.train(
+            config_for(place, tmp_path / "run", data=text, tokenizer=None), RecordingDisplay()
+        )
     assert not (tmp_path / "run").exists()

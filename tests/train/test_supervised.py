@@ -17,9 +17,17 @@ from lohan.train.inputs import open_inputs
 from lohan.train.run_folder import RunFolder, eval_rows, step_rows
 from lohan.ui.runs import read_run
 from lohan.ui.view import first_example
-from tests.support.recording_display import Watch
-from tests.support.task_runs import BATCH, STEPS, reference, settings, train, with_peft, write_rows
-from tests.support.tokenizer_folders import save_tokenizer
+from tests.support.model_folders import save_tokenizer
+from tests.support.training_runs import (
+    TASK_BATCH,
+    TASK_STEPS,
+    RecordingDisplay,
+    compare_with_peft,
+    task_config,
+    train_task,
+    train_task_in_memory,
+    write_rows,
+)
 
 VOCAB = 264
 ENCODER = {
@@ -124,8 +132,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(place: Path, name: str, out: Path, **more: Any) -> Watch:
-    return train(place / name, place / f"{name}.jsonl", out, **more)
+def run(place: Path, name: str, out: Path, **more: Any) -> RecordingDisplay:
+    return train_task(place / name, place / f"{name}.jsonl", out, **more)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -137,7 +145,7 @@ def test_as_in_memory(name, place, tmp_path):
     assert FIRST[name] in shown.notes[0]
     assert FIRST[name] in "\n".join(first_example(read_run(RunFolder(out))))
     kind = type(MODELS[name][0]())
-    losses, weights = reference(out, kind.from_pretrained(place / name))
+    losses, weights = train_task_in_memory(out, kind.from_pretrained(place / name))
     assert [row["loss"] for row in step_rows(RunFolder(out))] == pytest.approx(losses, rel=1e-5)
     tuned = kind.from_pretrained(out / "model").state_dict()
     assert tuned.keys() == weights.keys()
@@ -157,7 +165,7 @@ def test_adapters_as_with_peft(name, place, tmp_path):
     task = {"t5": None, "sequence": "SEQ_CLS", "token": "TOKEN_CLS"}[name]
     net = type(MODELS[name][0]()).from_pretrained(place / name)
     left = {"exclude_modules": ["classifier"]} if name == "token" else {}
-    learnt = with_peft(out, net, task_type=task, **left)
+    learnt = compare_with_peft(out, net, task_type=task, **left)
     assert any("classifier" in key for key in learnt) is (name != "t5")
 
 
@@ -167,8 +175,8 @@ def test_files_are_mixed_by_weight_and_tokenised_in_parallel(place, tmp_path, mo
     files = [f"{place / 'sequence.jsonl'}:1", f"{other}:3"]
 
     def opened(name: str) -> Any:
-        config = settings(place / "sequence", files, tmp_path / name)
-        return open_inputs(RunFolder(tmp_path / name), config, Watch()).train_examples
+        config = task_config(place / "sequence", files, tmp_path / name)
+        return open_inputs(RunFolder(tmp_path / name), config, RecordingDisplay()).train_examples
 
     alone = opened("alone")
     assert alone.sources == (7, 3) and alone.about["cut"] == 3
@@ -190,7 +198,7 @@ def test_resume_is_exact_and_evaluation_changes_nothing(name, place, tmp_path):
     held = {"eval__data": place / f"{name}.jsonl", "eval__every": 1}
     run(place, name, one, train__activations="recompute")
     run(place, name, two, train__steps=1, train__activations="recompute", **held)
-    trainer.resume(RunFolder(two), Watch(), steps=STEPS)
+    trainer.resume(RunFolder(two), RecordingDisplay(), steps=TASK_STEPS)
     files = [load_file(folder / "model" / "model.safetensors") for folder in (one, two)]
     assert all(torch.equal(files[0][key], files[1][key]) for key in files[0])
     rows = eval_rows(RunFolder(two))
@@ -199,7 +207,7 @@ def test_resume_is_exact_and_evaluation_changes_nothing(name, place, tmp_path):
     # The last step's model, evaluated in memory, a row at a time.
     kind = type(MODELS[name][0]())
     net, total, count = kind.from_pretrained(two / "model").eval(), 0.0, 0
-    inputs = open_inputs(RunFolder(two), RunFolder(two).config(), Watch(), resume=True)
+    inputs = open_inputs(RunFolder(two), RunFolder(two).config(), RecordingDisplay(), resume=True)
     with torch.no_grad():
         for batch in inputs.held_out.passes(1):
             labelled = int((batch["labels"] != -100).sum())
@@ -221,7 +229,7 @@ def test_the_command_line(lohan, place, tmp_path):
         "--host",
         "32MiB",
         "--batch",
-        BATCH,
+        TASK_BATCH,
         "--steps",
         1,
         "--seq",
@@ -258,7 +266,7 @@ def test_the_command_line(lohan, place, tmp_path):
 def test_rejects_wrong_rows_and_settings(name, rows, more, message, place, tmp_path):
     data = write_rows(tmp_path / "data.jsonl", rows)
     with pytest.raises(LohanError, match=message):
-        trainer.train(settings(place / name, data, tmp_path / "run", **more), Watch())
+        trainer.train(task_config(place / name, data, tmp_path / "run", **more), RecordingDisplay())
     assert not (tmp_path / "run").exists()
 
 
@@ -266,5 +274,5 @@ def test_long_examples_are_cut_and_counted(place, tmp_path):
     """BERT has 64 places: a longer --seq does not lead beyond them."""
     rows = [{"text": "a" * 100, "label": 1}, {"text": "b", "label": 0}]
     data = write_rows(tmp_path / "data.jsonl", rows)
-    shown = train(place / "sequence", data, tmp_path / "run", train__seq=256, train__steps=1)
+    shown = train_task(place / "sequence", data, tmp_path / "run", train__seq=256, train__steps=1)
     assert "1 cut to 64 tokens" in shown.notes[0]

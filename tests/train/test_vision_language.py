@@ -22,17 +22,23 @@ from lohan.train import trainer
 from lohan.train.inputs import open_inputs
 from lohan.train.language import VisionLanguage
 from lohan.train.run_folder import RunFolder, step_rows
-from tests.support.recording_display import Watch
-from tests.support.task_runs import STEPS, reference, settings, train, write_rows
-from tests.support.vision_folders import (
-    END,
-    IMAGE,
-    START,
-    TEMPLATE,
-    TEXT,
-    VIDEO,
+from tests.support.model_folders import (
+    IMAGE_ID,
+    VIDEO_ID,
+    VISION_END_ID,
+    VISION_START_ID,
+    VISION_TEMPLATE,
+    VISION_TEXT_SIZES,
     save_llava,
-    tokenizer,
+    vision_tokenizer,
+)
+from tests.support.training_runs import (
+    TASK_STEPS,
+    RecordingDisplay,
+    task_config,
+    train_task,
+    train_task_in_memory,
+    write_rows,
 )
 
 
@@ -103,11 +109,11 @@ def save_qwen(folder: Path, made: Callable[..., Any]) -> None:
     """As the folders of the hub have it: files of image processor and tokenizer."""
     rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
     model = made(
-        {**TEXT, "rope_parameters": rope},
-        image_token_id=IMAGE,
-        video_token_id=VIDEO,
-        vision_start_token_id=START,
-        vision_end_token_id=END,
+        {**VISION_TEXT_SIZES, "rope_parameters": rope},
+        image_token_id=IMAGE_ID,
+        video_token_id=VIDEO_ID,
+        vision_start_token_id=VISION_START_ID,
+        vision_end_token_id=VISION_END_ID,
     )
     model.save_pretrained(folder)
     hf.Qwen2VLImageProcessor(
@@ -119,7 +125,7 @@ def save_qwen(folder: Path, made: Callable[..., Any]) -> None:
     settings = {**json.loads(file.read_text()), "processor_class": kind}
     file.write_text(json.dumps(settings))
     image = "<|vision_start|><|image_pad|><|vision_end|>"
-    tokenizer(TEMPLATE.replace("IMAGE", image)).save_pretrained(folder)
+    vision_tokenizer(VISION_TEMPLATE.replace("IMAGE", image)).save_pretrained(folder)
 
 
 SAVE = {
@@ -184,7 +190,7 @@ def test_as_in_memory(name, place, tmp_path):
     The export has the files of the processor.
     """
     out = tmp_path / "run"
-    shown = train(place / name, place / "data.jsonl", out, train__seq=128)
+    shown = train_task(place / name, place / "data.jsonl", out, train__seq=128)
     assert shown.notes[0].startswith("5 examples, 4 images\nfirst example (chat template: the ")
     assert "system prompt: none; images: 0.png; loss on what follows >>>):" in shown.notes[0]
     assert "What?<|im_end|>" in shown.notes[0] and ">>>A cat.<|im_end|>" in shown.notes[0]
@@ -196,7 +202,7 @@ def test_as_in_memory(name, place, tmp_path):
     forward = net.forward
     net.forward = lambda rows=None, **batch: forward(**batch)
     before = {key: tensor.clone() for key, tensor in net.state_dict().items()}
-    losses, weights = reference(out, net)
+    losses, weights = train_task_in_memory(out, net)
     assert [row["loss"] for row in step_rows(RunFolder(out))] == pytest.approx(losses, rel=1e-5)
     tuned = hf.AutoModelForImageTextToText.from_pretrained(out / "model").state_dict()
     assert tuned.keys() == weights.keys() and frozen
@@ -214,7 +220,7 @@ def test_an_adapter_leaves_the_vision_tower(place, tmp_path):
     """As PEFT trains it in memory, with adapters in the language model alone."""
     peft = pytest.importorskip("peft", reason="adapters need the extra: pip install 'lohan[peft]'")
     out = tmp_path / "run"
-    train(place / "llava", place / "data.jsonl", out, train__seq=128, train__lora=4)
+    train_task(place / "llava", place / "data.jsonl", out, train__seq=128, train__lora=4)
     config = RunFolder(out).config()
     result = VisionLanguage().load(config, dtype="fp32")
     net = hf.AutoModelForImageTextToText.from_pretrained(place / "llava")
@@ -233,7 +239,7 @@ def test_an_adapter_leaves_the_vision_tower(place, tmp_path):
         parameter.data = values.read_flat(key, 0, parameter.numel()).view(parameter.shape)
     forward = net.forward
     net.forward = lambda rows=None, **batch: forward(**batch)
-    losses, _ = reference(out, net)
+    losses, _ = train_task_in_memory(out, net)
     assert [row["loss"] for row in step_rows(RunFolder(out))] == pytest.approx(losses, rel=1e-5)
     exported = load_file(out / "model" / "adapter_model.safetensors")
     learnt = peft.get_peft_model_state_dict(net)
@@ -246,8 +252,8 @@ def test_processes_make_the_same_examples(place, tmp_path, monkeypatch):
     """Images keep the numbers of the order they are met in."""
 
     def opened(name: str) -> Any:
-        config = settings(place / "llava", place / "data.jsonl", tmp_path / name, train__seq=128)
-        return open_inputs(RunFolder(tmp_path / name), config, Watch()).train_examples
+        config = task_config(place / "llava", place / "data.jsonl", tmp_path / name, train__seq=128)
+        return open_inputs(RunFolder(tmp_path / name), config, RecordingDisplay()).train_examples
 
     alone = opened("alone")
     monkeypatch.setattr("lohan.data.reading.ROWS_PER_TASK", 2)
@@ -263,17 +269,17 @@ def test_processes_make_the_same_examples(place, tmp_path, monkeypatch):
 def test_resume_is_exact(place, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     how = {"train__activations": "recompute", "eval__split": 0.2}
-    train(place / "llava", place / "data.jsonl", one, **how)
-    train(place / "llava", place / "data.jsonl", two, train__steps=1, **how)
-    trainer.resume(RunFolder(two), Watch(), steps=STEPS)
+    train_task(place / "llava", place / "data.jsonl", one, **how)
+    train_task(place / "llava", place / "data.jsonl", two, train__steps=1, **how)
+    trainer.resume(RunFolder(two), RecordingDisplay(), steps=TASK_STEPS)
     files = [load_file(folder / "model" / "model.safetensors") for folder in (one, two)]
     assert all(torch.equal(files[0][key], files[1][key]) for key in files[0])
 
 
 def test_labels_and_places(place, tmp_path):
     """Loss is on the answers alone, wherever the images stand; a share of a batch has its own."""
-    config = settings(place / "qwen", place / "data.jsonl", tmp_path / "run", train__seq=128)
-    inputs = open_inputs(RunFolder(tmp_path / "run"), config, Watch())
+    config = task_config(place / "qwen", place / "data.jsonl", tmp_path / "run", train__seq=128)
+    inputs = open_inputs(RunFolder(tmp_path / "run"), config, RecordingDisplay())
     spell = load_processor(place / "qwen").tokenizer.decode
     messages = []
     for batch in inputs.train_examples.passes(5):
@@ -332,7 +338,9 @@ def test_rejects_wrong_rows_and_settings(rows, more, message, place, tmp_path):
         (tmp_path / name).symlink_to(place / name)
     data = write_rows(tmp_path / "rows.jsonl", rows)
     with pytest.raises(LohanError, match=message):
-        trainer.train(settings(place / "llava", data, tmp_path / "run", **more), Watch())
+        trainer.train(
+            task_config(place / "llava", data, tmp_path / "run", **more), RecordingDisplay()
+        )
     assert not (tmp_path / "run").exists()
 
 
@@ -340,8 +348,8 @@ def test_changed_image_is_reported(place, tmp_path):
     picture = tmp_path / "a.png"
     picture.write_bytes((place / "0.png").read_bytes())
     data = write_rows(tmp_path / "rows.jsonl", conversation("<image>?", images=["a.png"]))
-    config = settings(place / "llava", data, tmp_path / "run")
-    inputs = open_inputs(RunFolder(tmp_path / "run"), config, Watch())
+    config = task_config(place / "llava", data, tmp_path / "run")
+    inputs = open_inputs(RunFolder(tmp_path / "run"), config, RecordingDisplay())
     inputs.train_examples.batch(0, 1)
     picture.write_bytes((place / "1.png").read_bytes())
     with pytest.raises(LohanError, match="has changed since the run began"):

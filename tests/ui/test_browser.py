@@ -24,16 +24,15 @@ from urllib.parse import urlencode
 import pytest
 
 from lohan.train.run_folder import RunFolder, eval_rows, step_rows
-from tests.support.report_pages import (
-    finished_fixture,  # noqa: F401 - fixtures
-    page_fixture,  # noqa: F401 - fixtures
-)
-from tests.support.word_model import (
-    TEXTS,
-    model_fixture,  # noqa: F401 - fixtures
+from tests.support.training_runs import (
+    HOSTILE_TEXT,
+    TEXT_ROWS,
+    finished_fixture,  # noqa: F401 - a fixture
+    page_fixture,  # noqa: F401 - a fixture
+    word_model_fixture,  # noqa: F401 - a fixture
     write_rows,
+    write_run_folder,
 )
-from tests.support.written_runs import EVIL, write_run
 
 webdriver = pytest.importorskip("selenium.webdriver")
 NAMES = ("chromium", "chromium-browser", "google-chrome")
@@ -158,7 +157,7 @@ def window() -> Iterator[Window]:
 def root(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pages")
     shutil.copytree(model, folder / "model")
-    write_rows(folder / "data.jsonl", TEXTS)
+    write_rows(folder / "data.jsonl", TEXT_ROWS)
     return folder
 
 
@@ -281,8 +280,8 @@ def folder_step(window: Window) -> int:
 
 def test_hostile_names_are_text(window: Window, address: str, root: Path) -> None:
     name = "<img src=x onerror=alert(1)>"
-    run = write_run(root / "hostile" / name, 1, 2, 3)
-    settings = {"step": 1, "samples": [{"prompt": EVIL, "text": EVIL}]}
+    run = write_run_folder(root / "hostile" / name, 1, 2, 3)
+    settings = {"step": 1, "samples": [{"prompt": HOSTILE_TEXT, "text": HOSTILE_TEXT}]}
     run.samples_file.write_text(json.dumps(settings) + "\n")
     try:
         window.open(f"{address}#/runs")

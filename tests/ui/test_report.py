@@ -17,15 +17,13 @@ from lohan.ui.traces import timeline
 from lohan.ui.view import MOST_POINTS, Advice, bottleneck, curve, measured_lanes
 from lohan.util.trace import LANE_NAMES
 from lohan.util.units import format_bytes
-from tests.support.command_line import refused
-from tests.support.report_pages import (
-    Elements,
-    finished_fixture,  # noqa: F401 - fixtures
-    page_fixture,  # noqa: F401 - fixtures
-    texts,
-)
-from tests.support.word_model import (
-    model_fixture,  # noqa: F401 - fixtures
+from tests.support.training_runs import (
+    PageElements,
+    assert_refused,
+    finished_fixture,  # noqa: F401 - a fixture
+    page_fixture,  # noqa: F401 - a fixture
+    view_texts,
+    word_model_fixture,  # noqa: F401 - a fixture
 )
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&\"'"
@@ -54,7 +52,7 @@ def report(lohan, tmp_path: Path):
 
 def test_numbers_are_those_of_the_run(page, finished):
     rows = step_rows(RunFolder(finished))
-    view = Elements(page).data
+    view = PageElements(page).data
     loss = view["charts"]["loss"]
     assert loss[0]["x"] == [row["step"] for row in rows]
     assert loss[0]["y"] == [row["loss"] for row in rows]
@@ -69,7 +67,7 @@ def test_numbers_are_those_of_the_run(page, finished):
 
 
 def test_predicted_beside_measured(page, finished):
-    lanes = Elements(page).data["lanes"]
+    lanes = PageElements(page).data["lanes"]
     assert re.search(r"Predicted from rates measured in step \d", lanes["note"])
     measured = measured_lanes(read_run(RunFolder(finished)))
     assert {"compute", "ssd", "optimizer"} <= measured.keys() and all(measured.values())
@@ -79,7 +77,7 @@ def test_predicted_beside_measured(page, finished):
 
 def test_wear_in_rated_lives_and_money(page, run, report):
     """Also of options that were planned when the run began."""
-    shown = Elements(page).shown
+    shown = PageElements(page).shown
     assert "less than a thousandth of the rated life of" in shown and "less than a cent" in shown
     assert "% of the rated" not in shown and "USD per TB" in shown
     rows = [json.loads(line) for line in RunFolder(run).journal.read_text().splitlines()]
@@ -87,7 +85,7 @@ def test_wear_in_rated_lives_and_money(page, run, report):
     for row in rows:
         row.update({"instead": [other]} if row["event"] == "start" else {})
     RunFolder(run).journal.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    shown = Elements(report(run)).shown
+    shown = PageElements(report(run)).shown
     assert "with --moments int8" in shown and "times the rated life" in shown
     assert "2.5 s per step, as planned; rounded" in shown
 
@@ -105,14 +103,14 @@ def test_the_rest_is_written_at_the_rate_of_the_last_plan(run, report):
         row.update({"total": total} if row["event"] == "start" else {})
         row.update({"step": 0} if row["event"] == "plan" else {})
     folder.journal.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    shown = Elements(report(run)).shown
+    shown = PageElements(report(run)).shown
     later = sum(2**30 if number == 3 else 2**20 for number in range(3, len(steps)))
     rate = later / (len(steps) - 3)
     assert f"at {format_bytes(rate)} per step from here" in shown
 
 
 def test_memory_is_the_ledger(page, finished):
-    memory = Elements(page).data["memory"]
+    memory = PageElements(page).data["memory"]
     plan = read_run(RunFolder(finished)).last("plan")
     host = {e["owner"]: e["bytes"] for e in plan["plan"]["ledger"] if e["tier"] == "host"}
     shown = {owner["name"]: owner["bytes"][-1] for owner in memory["owners"]}
@@ -123,7 +121,7 @@ def test_memory_is_the_ledger(page, finished):
 def test_several_runs_are_in_one_file(lohan, finished, run, tmp_path):
     ended = lohan("report", finished, run, "-o", tmp_path / "both.html")
     assert ended.code == 0, ended
-    views = json.loads(Elements((tmp_path / "both.html").read_text()).raw["data"])["runs"]
+    views = json.loads(PageElements((tmp_path / "both.html").read_text()).raw["data"])["runs"]
     assert [view["path"] for view in views] == [str(finished), str(run)]
 
 
@@ -138,7 +136,7 @@ def test_timeline_is_two_steps_of_the_trace(finished):
 
 def test_report_without_a_trace_explains_how_to_record_one(report, run):
     (run / "trace.json").unlink()
-    view = Elements(report(run)).data
+    view = PageElements(report(run)).data
     assert view["timeline"] is None
     command = f"lohan train --config {run / 'run.toml'} --out NEW --trace"
     assert view["trace_command"] == command
@@ -158,7 +156,7 @@ def test_advice_comes_from_the_planner(report, run):
                     speed = 1e5 if slow == "ssd" else 1e12
                     drive |= {"read": speed, "write": speed, "mixed": speed}
         (run / "journal.jsonl").write_text("".join(json.dumps(row) + "\n" for row in journal))
-        collected[slow] = Elements(report(run)).shown
+        collected[slow] = PageElements(report(run)).shown
     gain = re.search(r"a second drive\s*(?:would give )?(\d\.\d+)x", collected["ssd"])
     assert gain and float(gain[1]) > 1.8
     assert re.search(r"--host (450|600|1200)KiB", collected["ssd"])
@@ -167,7 +165,7 @@ def test_advice_comes_from_the_planner(report, run):
 
 def test_a_run_from_before_the_journal(report, run):
     (run / "journal.jsonl").unlink()
-    page = Elements(report(run))
+    page = PageElements(report(run))
     assert "No advice is available" in page.shown and "No prediction" in page.shown
     assert page.data["charts"]["loss"][0]["y"]
 
@@ -175,20 +173,20 @@ def test_a_run_from_before_the_journal(report, run):
 def test_report_of_a_missing_model(report, run):
     text = (run / "run.toml").read_text()
     (run / "run.toml").write_text(re.sub(r'model = ".*"', 'model = "/no/such/model"', text))
-    assert "No advice is available: /no/such/model" in Elements(report(run)).shown
+    assert "No advice is available: /no/such/model" in PageElements(report(run)).shown
 
 
 # -- what it must not hold ------------------------------------------------------------------------
 
 
 def test_report_loads_nothing_from_outside(page):
-    for tag, attributes in Elements(page).tags:
+    for tag, attributes in PageElements(page).tags:
         assert tag not in ("img", "link", "iframe", "object", "embed", "base", "form", "a")
         assert not attributes.keys() & {"src", "href", "action", "srcset"}
     assert "http://" not in page.replace("http://www.w3.org/2000/svg", "")
     assert "https://" not in page and "@import" not in page
     assert "url(" not in page.replace("url(#", "")  # a clip path of the page itself
-    policy = next(a["content"] for _, a in Elements(page).tags if a.get("http-equiv"))
+    policy = next(a["content"] for _, a in PageElements(page).tags if a.get("http-equiv"))
     assert policy.startswith("default-src 'none';")
 
 
@@ -208,7 +206,7 @@ def test_everything_is_escaped(report, run, tmp_path):
     named = tmp_path / "<img src=x onerror=alert(3)>"
     run.rename(named)
     text = report(named)
-    clean = Elements(text)
+    clean = PageElements(text)
     assert [tag for tag, _ in clean.tags].count("script") == 2
     assert "img" not in [tag for tag, _ in clean.tags]
     assert not any(key.startswith("on") for _, a in clean.tags for key in a)
@@ -221,21 +219,21 @@ def test_everything_is_escaped(report, run, tmp_path):
 
 
 def test_report_rejects_folder_that_is_not_a_run(lohan, tmp_path):
-    refused(lohan("report", tmp_path), "is not a run folder")
+    assert_refused(lohan("report", tmp_path), "is not a run folder")
 
 
 def test_a_run_without_steps(lohan, run):
     (run / "metrics.jsonl").unlink()
-    refused(lohan("report", run), r"no step is in its log yet")
+    assert_refused(lohan("report", run), r"no step is in its log yet")
 
 
 def test_a_broken_trace(lohan, run):
     (run / "trace.json").write_text("{")
-    refused(lohan("report", run), r"trace\.json: cannot be read as a trace", "--trace")
+    assert_refused(lohan("report", run), r"trace\.json: cannot be read as a trace", "--trace")
 
 
 def test_a_place_that_cannot_be_written(lohan, finished, tmp_path):
-    refused(lohan("report", finished, "-o", tmp_path / "no" / "x.html"), "choose another -o")
+    assert_refused(lohan("report", finished, "-o", tmp_path / "no" / "x.html"), "choose another -o")
 
 
 # -- parts ----------------------------------------------------------------------------------------
@@ -259,7 +257,7 @@ def test_summarises_the_bottleneck():
             Change("the drives", 9.0, bound=True),
         ]
     )
-    assert "".join(texts(bottleneck({"ssd": 8.2, "compute": 3.0}, 10.0, advice))) == (
+    assert "".join(view_texts(bottleneck({"ssd": 8.2, "compute": 3.0}, 10.0, advice))) == (
         "drives: busiest lane, 82 % of the step; --host 16GiB would give 1.9x; a second drive 1.6x"
     )
 

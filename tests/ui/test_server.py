@@ -16,7 +16,7 @@ from lohan.ui.places import Places
 from lohan.ui.runs import LogFile, Logs, find_runs
 from lohan.ui.server import application
 from tests.support import HANG_S
-from tests.support.written_runs import EVIL, STEP, write_run
+from tests.support.training_runs import HOSTILE_TEXT, LOGGED_STEP, write_run_folder
 
 TOKEN, PORT = "a-token-of-a-test", 8787
 BASE = f"http://127.0.0.1:{PORT}"
@@ -105,7 +105,7 @@ def test_answers_forbid_scripts_and_frames(client: TestClient) -> None:
     "name", ["../other", "/etc", "link", "root/../../other", "..", "a\0b", "~root", "%2e%2e/other"]
 )
 def test_refuses_runs_outside_of_the_folder(client: TestClient, root: Path, name: str) -> None:
-    write_run(root.parent / "other", 1)
+    write_run_folder(root.parent / "other", 1)
     (root / "link").symlink_to(root.parent / "other")
     code, answer = ask(client, "run", name=name)
     assert code == 400
@@ -123,9 +123,9 @@ def test_serves_only_its_static_files(client: TestClient, name: str) -> None:
 
 
 def test_links_are_not_searched_for_runs(root: Path) -> None:
-    write_run(root.parent / "other", 1)
+    write_run_folder(root.parent / "other", 1)
     (root / "link").symlink_to(root.parent / "other")
-    write_run(root / "a" / "b", 1)
+    write_run_folder(root / "a" / "b", 1)
     assert list(find_runs(root)) == [root / "a" / "b"]
 
 
@@ -159,9 +159,9 @@ def test_other_places_are_allowed_by_name(root: Path, tmp_path: Path) -> None:
 
 
 def test_lists_runs_with_hostile_names_as_data(client: TestClient, root: Path) -> None:
-    run = write_run(root / "<img src=x onerror=alert(1)>", 1, 2)
+    run = write_run_folder(root / "<img src=x onerror=alert(1)>", 1, 2)
     run.samples_file.write_text(
-        json.dumps({"step": 1, "samples": [{"prompt": EVIL, "text": EVIL}]}) + "\n"
+        json.dumps({"step": 1, "samples": [{"prompt": HOSTILE_TEXT, "text": HOSTILE_TEXT}]}) + "\n"
     )
     code, answer = ask(client, "runs")
     assert code == 200
@@ -170,31 +170,33 @@ def test_lists_runs_with_hostile_names_as_data(client: TestClient, root: Path) -
     response = client.get(f"/{TOKEN}/api/run", params={"name": row["name"]})
     assert response.headers["content-type"] == "application/json"
     view = response.json()["runs"][0]
-    assert view["samples"] == [["1", EVIL, EVIL]] and view["charts"]["loss"][0]["y"] == [2.0, 1.0]
+    assert view["samples"] == [["1", HOSTILE_TEXT, HOSTILE_TEXT]] and view["charts"]["loss"][0][
+        "y"
+    ] == [2.0, 1.0]
     assert "no store" in view["state"]["words"] and not view["state"]["resumable"]
 
 
 def test_one_broken_run_does_not_hide_others(client: TestClient, root: Path) -> None:
-    write_run(root / "good", 1)
-    write_run(root / "bad", 1).metrics_file.write_text('{"step": -1}\n')
+    write_run_folder(root / "good", 1)
+    write_run_folder(root / "bad", 1).metrics_file.write_text('{"step": -1}\n')
     rows = {row["name"]: row for row in ask(client, "runs")[1]["runs"]}
     assert rows["bad"]["state"] == "unreadable" and "remove that line" in rows["bad"]["words"]
     assert rows["good"]["step"] == 1
 
 
 def test_reads_only_what_was_appended(root: Path) -> None:
-    run = write_run(root / "run", 1, 2)
+    run = write_run_folder(root / "run", 1, 2)
     log = LogFile(run.metrics_file)
     assert [row["step"] for row in log.rows()] == [1, 2]
     with open(run.metrics_file, "a") as file:
-        file.write(json.dumps({**STEP, "step": 3}) + "\n" + '{"step": 4, "lo')
+        file.write(json.dumps({**LOGGED_STEP, "step": 3}) + "\n" + '{"step": 4, "lo')
     assert [row["step"] for row in log.rows()] == [1, 2, 3]
     with open(run.metrics_file, "a") as file:
         file.write('ss": 1.0}\n')
     assert [row["step"] for row in log.rows()] == [1, 2, 3, 4]
     # A resumed run replaces its log, so that it ends with the last committed step.
     replaced = run.path / "new"
-    replaced.write_text(json.dumps({**STEP, "step": 1}) + "\n")
+    replaced.write_text(json.dumps({**LOGGED_STEP, "step": 1}) + "\n")
     replaced.replace(run.metrics_file)
     assert [row["step"] for row in log.rows()] == [1]
     run.metrics_file.unlink()
@@ -203,21 +205,21 @@ def test_reads_only_what_was_appended(root: Path) -> None:
 
 def test_checks_each_row_once(root: Path) -> None:
     """A page polls every two seconds, also for runs of a hundred thousand steps."""
-    run, checks = write_run(root / "run", 1, 2), list[int]()
+    run, checks = write_run_folder(root / "run", 1, 2), list[int]()
     log = LogFile(run.metrics_file, lambda row: checks.append(row["step"]))
     log.rows()
     with open(run.metrics_file, "a") as file:
-        file.write(json.dumps({**STEP, "step": 3}) + "\n")
+        file.write(json.dumps({**LOGGED_STEP, "step": 3}) + "\n")
     for _ in range(3):
         assert [row["step"] for row in log.rows()] == [1, 2, 3]
     assert checks == [1, 2, 3]
 
 
 def test_a_wrong_row_is_an_error_until_it_is_removed(client: TestClient, root: Path) -> None:
-    run = write_run(root / "run", 1, 2)
+    run = write_run_folder(root / "run", 1, 2)
     assert ask(client, "run", name="run")[0] == 200
     good = run.metrics_file.read_text()
-    run.metrics_file.write_text(good + json.dumps({**STEP, "step": 3, "busy": "all"}) + "\n")
+    run.metrics_file.write_text(good + json.dumps({**LOGGED_STEP, "step": 3, "busy": "all"}) + "\n")
     for _ in range(2):
         code, answer = ask(client, "run", name="run")
         assert code == 400 and "step 3: busy is 'all'" in answer["error"]
@@ -226,7 +228,7 @@ def test_a_wrong_row_is_an_error_until_it_is_removed(client: TestClient, root: P
 
 
 def test_stop_needs_a_process(client: TestClient, root: Path) -> None:
-    write_run(root / "run", 1)
+    write_run_folder(root / "run", 1)
     code, answer = tell(client, "stop", name="run")
     assert code == 400 and "no process trains it" in answer["error"]
 

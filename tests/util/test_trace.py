@@ -10,9 +10,9 @@ import pytest
 
 from lohan.engine.step import MAX_PENDING_META
 from lohan.util.trace import LANES, Span, Trace, busy_s, chrome_trace, overlap_shares
-from tests.support.command_line import CONFIG
-from tests.support.random_checkpoint import write_random_checkpoint
-from tests.support.small_models import attached, batches, small_model
+from tests.support.model_folders import write_random_checkpoint
+from tests.support.models import attached, batches, small_model
+from tests.support.training_runs import TINY_CONFIG
 
 # -- busy time ------------------------------------------------------------------------------------
 
@@ -171,7 +171,7 @@ def test_chrome_trace():
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("inputs")
-    write_random_checkpoint(folder / "model", CONFIG)
+    write_random_checkpoint(folder / "model", TINY_CONFIG)
     data = [{"input_ids": [(i * j) % 64 for j in range(1, 12)]} for i in range(12)]
     (folder / "data.jsonl").write_text("\n".join(map(json.dumps, data)))
     return folder

@@ -1,16 +1,25 @@
-"""An I/O engine without a disk, with the protocol of the real ones."""
+"""Stores with known bytes, an I/O engine in memory, and the files of a folder."""
 
 from __future__ import annotations
 
+import hashlib
+import os
 import threading
 import time
+import zlib
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from lohan.errors import StorageIOError
-from lohan.store.io_engine import Buffer
+from lohan.store.extents import Region
+from lohan.store.io_engine import Buffer, aligned_buffer
+from lohan.store.store import Store
 from lohan.util.units import PAGE
+
+# -- an engine in memory ---------------------------------------------------------------------------
 
 
 @dataclass
@@ -149,7 +158,7 @@ class MemoryEngine:
 
 
 def _check_request(offset: int, buffer: Buffer) -> None:
-    """ValueError or TypeError naming what an engine would refuse about a request."""
+    """Raise the ValueError or TypeError with which an engine refuses a request."""
     if buffer.dtype != np.uint8:
         raise TypeError(f"buffer must have dtype uint8, got {buffer.dtype}")
     if buffer.ndim != 1 or not buffer.flags.c_contiguous:
@@ -161,3 +170,89 @@ def _check_request(offset: int, buffer: Buffer) -> None:
     for what, value in named.items():
         if value % PAGE:
             raise ValueError(f"{what} {value} is not a multiple of {PAGE}")
+
+
+# -- stores with known bytes -----------------------------------------------------------------------
+
+REGIONS = (
+    Region("block0/weights", (2 * PAGE, PAGE)),
+    Region("block0/state", (3 * PAGE, PAGE, PAGE)),
+    Region("activations", (PAGE, 2 * PAGE), scratch=True),
+)
+STATE_CHUNKS = tuple(
+    (r.key, i, n) for r in REGIONS if not r.scratch for i, n in enumerate(r.chunks)
+)
+
+
+def chunk_content(key: str, chunk: int, nbytes: int, generation: int) -> Buffer:
+    seed = zlib.crc32(f"{key}/{chunk}/{generation}".encode())
+    buffer = aligned_buffer(nbytes)
+    buffer[:] = np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
+    return buffer
+
+
+def write_generation(store: Store, generation: int) -> None:
+    tickets = [
+        store.write(key, i, chunk_content(key, i, n, generation)) for key, i, n in STATE_CHUNKS
+    ]
+    for ticket in tickets:
+        store.wait(ticket)
+
+
+def commit_next(store: Store) -> None:
+    """Write and commit the next generation."""
+    generation = store.generation + 1
+    write_generation(store, generation)
+    store.commit({"step": generation})
+
+
+def read_chunk(
+    store: Store, key: str, chunk: int, nbytes: int, *, uncommitted: bool = False
+) -> Buffer:
+    buffer = aligned_buffer(nbytes)
+    store.wait(store.read(key, chunk, buffer, uncommitted=uncommitted))
+    return buffer
+
+
+def assert_holds(store: Store, generation: int) -> None:
+    assert store.generation == generation
+    assert store.meta == {"step": generation}
+    for key, chunk, nbytes in STATE_CHUNKS:
+        expected = chunk_content(key, chunk, nbytes, generation)
+        assert np.array_equal(read_chunk(store, key, chunk, nbytes), expected), (key, chunk)
+
+
+def file_names(root: Path) -> list[str]:
+    return sorted(str(p.relative_to(root)) for p in root.rglob("*"))
+
+
+FIXED_REGION = Region("base", (4 * PAGE, PAGE), fixed=True)
+REGIONS_WITH_FIXED = (REGIONS[0], FIXED_REGION, *REGIONS[1:])
+
+
+def write_fixed_region(store: Store) -> None:
+    for chunk, size in enumerate(FIXED_REGION.chunks):
+        store.wait(store.write("base", chunk, chunk_content("base", chunk, size, 0)))
+
+
+# -- the files of a folder -------------------------------------------------------------------------
+
+
+def file_digests(folder: Path) -> dict[str, str]:
+    """Return the digest of every file and the target of every link, by path."""
+    collected = {}
+    for place, folders, files in os.walk(folder):
+        for name in (*files, *folders):
+            path = Path(place) / name
+            if path.is_symlink():
+                collected[str(path)] = f"-> {path.readlink()}"
+            elif path.is_file():
+                collected[str(path)] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return collected
+
+
+def assert_files_kept(before: dict[str, str], folder: Path, what: Any) -> None:
+    """Check that all files of `before` still have their content."""
+    after = file_digests(folder)
+    lost = [name for name, content in before.items() if after.get(name) != content]
+    assert not lost, (what, lost)

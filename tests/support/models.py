@@ -1,4 +1,4 @@
-"""Small models, data and the plain PyTorch run that everything is compared with."""
+"""Small language models, their data, and the plain PyTorch run to compare with."""
 
 from __future__ import annotations
 
@@ -10,15 +10,34 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GPT2Config,
+    GPTJConfig,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    OPTConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 import lohan
 from lohan.capture.blocks import split
 from lohan.checkpoint.store_io import store_reader
+from lohan.engine.probes import Effort, Sizes
 from lohan.model.state import chunks, state_key, stored_model
 from lohan.store.io_engine import aligned_buffer
+from lohan.util.units import MiB
 
-SMALL = {
+# -- training a small model, in memory and out of core ---------------------------------------------
+
+SMALL_SIZES = {
     "hidden_size": 64,
     "intermediate_size": 160,
     "num_hidden_layers": 3,
@@ -27,9 +46,11 @@ SMALL = {
     "vocab_size": 131,
     "max_position_embeddings": 128,
 }
-CONFIGS: dict[str, Callable[[], Any]] = {
-    "llama": lambda: LlamaConfig(**SMALL, tie_word_embeddings=False, use_cache=False),
-    "qwen3": lambda: Qwen3Config(**SMALL, head_dim=16, tie_word_embeddings=False, use_cache=False),
+SMALL_CONFIGS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: LlamaConfig(**SMALL_SIZES, tie_word_embeddings=False, use_cache=False),
+    "qwen3": lambda: Qwen3Config(
+        **SMALL_SIZES, head_dim=16, tie_word_embeddings=False, use_cache=False
+    ),
     "gpt2": lambda: GPT2Config(
         n_embd=64,
         n_layer=3,
@@ -48,7 +69,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 
 def small_model(kind: str, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(CONFIGS[kind]()).to(dtype)
+    model = AutoModelForCausalLM.from_config(SMALL_CONFIGS[kind]()).to(dtype)
     with torch.no_grad():  # biases and norms away from their trivial first values
         for parameter in model.parameters():
             if parameter.ndim == 1:
@@ -217,7 +238,7 @@ def assert_same(weights: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 
 def deep_model() -> torch.nn.Module:
     torch.manual_seed(0)
-    config = LlamaConfig(**{**SMALL, "num_hidden_layers": 8}, use_cache=False)
+    config = LlamaConfig(**{**SMALL_SIZES, "num_hidden_layers": 8}, use_cache=False)
     return AutoModelForCausalLM.from_config(config).train()
 
 
@@ -234,10 +255,126 @@ def adapted(base: nn.Module, *, filled: bool = True, **options) -> nn.Module:
     return model.train()
 
 
-def train(model: nn.Module, data) -> list[float]:
+def train_steps(model: nn.Module, data) -> list[float]:
     losses = []
     for batch in data:
         loss = model(**batch).loss
         loss.backward()
         losses.append(loss.item())
     return losses
+
+
+# -- configs of every model family -----------------------------------------------------------------
+
+FAMILY_VOCAB = 96
+FAMILY_IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+FAMILY_SIZES = {
+    "vocab_size": FAMILY_VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    **FAMILY_IDS,
+}
+GROUPED_SIZES = {**FAMILY_SIZES, "num_key_value_heads": 2, "head_dim": 8}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+GPT_SIZES = {"vocab_size": FAMILY_VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+
+
+class CopiedConfigs(dict[str, PreTrainedConfig]):
+    """Every look gives a copy: models change theirs, and all tests share these."""
+
+    def __getitem__(self, name: str) -> PreTrainedConfig:
+        return copy.deepcopy(super().__getitem__(name))
+
+
+FAMILY_CONFIGS = CopiedConfigs(
+    {
+        "llama": LlamaConfig(**GROUPED_SIZES),
+        "llama3-rope": LlamaConfig(**GROUPED_SIZES, rope_parameters=LLAMA3_ROPE),
+        "yarn-rope": LlamaConfig(**GROUPED_SIZES, rope_parameters=YARN_ROPE),
+        "qwen2-tied": Qwen2Config(**FAMILY_SIZES, num_key_value_heads=2, tie_word_embeddings=True),
+        "qwen3": Qwen3Config(**GROUPED_SIZES),
+        "mistral": MistralConfig(**GROUPED_SIZES),
+        "gpt2": GPT2Config(**GPT_SIZES, **FAMILY_IDS),
+        "opt": OPTConfig(
+            vocab_size=FAMILY_VOCAB,
+            hidden_size=32,
+            word_embed_proj_dim=32,
+            ffn_dim=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=64,
+            **FAMILY_IDS,
+        ),
+        "gemma": GemmaConfig(**GROUPED_SIZES),
+        "gemma2": Gemma2Config(**GROUPED_SIZES),
+        "gemma3": Gemma3TextConfig(**GROUPED_SIZES),
+        "gptj": GPTJConfig(**GPT_SIZES, **FAMILY_IDS, rotary_dim=4),
+        "neox": GPTNeoXConfig(**FAMILY_SIZES),
+    }
+)
+
+
+def save_model(folder: Path, config: PreTrainedConfig, *, seed: int = 0) -> PreTrainedModel:
+    """Save a random model with save_pretrained and return it in evaluation mode."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def family_logits(model: PreTrainedModel) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=torch.arange(24).view(2, 12) * 3 % FAMILY_VOCAB).logits
+
+
+# -- a model large enough to compare its memory with the plan --------------------------------------
+
+MEMORY_TOLERANCE = 0.05
+
+
+def save_llama(path: Path, *, hidden: int, layers: int, vocabulary: int) -> Path:
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=11 * hidden // 4,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=vocabulary,
+        use_cache=False,
+        tie_word_embeddings=False,
+    )
+    save_model(path, config, seed=5)
+    return path
+
+
+# -- a profile within a second ---------------------------------------------------------------------
+
+PROBE_SIZES = Sizes(hidden=64, inner=160, heads=4, vocabulary=96, copies=2, chunk_params=4096)
+QUICK_EFFORT = Effort(
+    sizes=PROBE_SIZES,
+    tokens=(4, 16),
+    head_tokens=8,
+    shared_tokens=4,
+    shared_seconds=0.001,
+    shared_bytes=MiB,
+    seconds=0.001,
+    drive_seconds=0.001,
+    drive_bytes=MiB,
+    chunk_bytes=MiB // 4,
+)
