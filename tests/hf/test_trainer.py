@@ -188,10 +188,10 @@ def test_a_log_of_gradients_changes_no_bit_and_its_checkpoints_resume(tmp_path):
     def run(log: str | int, **changes: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
         arguments = lohan.hf.LohanArguments(log_gradients=log, activations="recompute")
         kind, out = partial(lohan.hf.Trainer, lohan=arguments), tmp_path / str(log)
-        trainer = script(kind, out, **saves, **changes)
+        trainer = run_trainer(kind, out, **saves, **changes)
         assert trainer.session.plan.log_gradients == (0 if log == "off" else log)
         trainer.save_model(tmp_path / "saved")
-        return logged(trainer, "loss"), weights(tmp_path / "saved")
+        return logged_values(trainer, "loss"), saved_weights(tmp_path / "saved")
 
     losses, expected = run("off")
     for changes in ({}, {"resume": str(tmp_path / "4" / "checkpoint-3")}):
