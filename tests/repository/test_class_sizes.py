@@ -65,7 +65,6 @@ LARGE = {
     "LohanMixin",
     "Session",
     "Store",
-    "_Contents",
 }
 
 
