@@ -352,7 +352,7 @@ class SessionRun:
             except BudgetError as error:
                 self.check_refusal(error)
                 raise
-        self.session.executor.lanes._stall_s = 20.0
+        self.session.executor.lanes.stall_s = 20.0
         self.guard = None
         if self.case["delays"] and self.reference is None:
             from tests.support.delayed_runs import delay_lanes

@@ -26,6 +26,7 @@ from tests.support.delayed_runs import (
     Result,
     Tuning,
     data,
+    delay_actions,
     delay_lanes,
     memory_engine,
     net,
@@ -207,7 +208,7 @@ def test_fp16_overflow_before_the_last_step_is_committed(tmp_path, monkeypatch):
                 late.append(action.name)
                 time.sleep(0.2)
 
-        session.executor.lanes.delay = delay
+        delay_actions(session, delay)
 
     monkeypatch.setattr("tests.support.delayed_runs.delay_lanes", slow)
     check(case, tmp_path, Tuning(slots=8, spilled=0.0), mode="balanced", seed=0)

@@ -20,7 +20,7 @@ from lohan.device.emulated import EmulatedDevice
 from lohan.planner.planner import Planned, PlanProblem, closed_form_plan
 from lohan.schedule.actions import Action
 from lohan.util.units import MiB
-from tests.support.delayed_runs import Tuning, data, memory_engine, net, tuned
+from tests.support.delayed_runs import Tuning, data, delay_actions, memory_engine, net, tuned
 from tests.support.small_models import attached, stored_bytes
 
 LATE_S = 0.004
@@ -37,7 +37,7 @@ def make_late(session: lohan.Session, late: str) -> None:
         if action.lane == late:
             time.sleep(LATE_S)
 
-    session.executor.lanes.delay = lane
+    delay_actions(session, lane)
     device = session.context.device
     assert isinstance(device, EmulatedDevice)
     lane_of = {"slices": "h2d"}  # slices come to the device over the same link

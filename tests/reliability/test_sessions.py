@@ -29,7 +29,7 @@ from lohan.store.admin import describe
 from lohan.store.io_engine import open_engine
 from lohan.store.store import Store
 from tests.support import HANG_S
-from tests.support.delayed_runs import Tuning, data, tuned
+from tests.support.delayed_runs import Tuning, data, delay_actions, tuned
 from tests.support.numbered_faults import Error, Faults, NumberedEngine
 from tests.support.setting_grids import each_value
 from tests.support.tied_sessions import STEPS, contents, finished, go_on, opened
@@ -112,7 +112,7 @@ def commit_late(session: lohan.Session, monkeypatch: pytest.MonkeyPatch) -> None
         threading.Timer(0.1, go.set).start()
         abort(executor)
 
-    session.executor.scheduler._lanes.delay = delay
+    delay_actions(session, delay)
     monkeypatch.setattr(Executor, "abort_step", given_up)
 
 
@@ -153,7 +153,7 @@ def test_warns_of_a_finished_step_that_is_not_committed(
         if action.kind == "C":
             raise StorageIOError("no")
 
-    session.executor.scheduler._lanes.delay = fails
+    delay_actions(session, fails)
     go_on(session, until=3)
     with (
         pytest.warns(UserWarning, match="training continues after step 2"),

@@ -214,13 +214,29 @@ def random_delay(seed: int) -> Callable[..., None]:
     return lambda *_: time.sleep(draw.choice((0, 0, 0, 0, 0.0005, 0.003)))
 
 
+def delay_actions(session: lohan.Session, delay: Callable[[Action], None]) -> None:
+    """Call `delay` with every action of a lane's thread before the runner gets it."""
+    runner = session.executor.runner
+    submit, run = runner.submit, runner.run
+
+    def delayed_submit(action: Action) -> Any:
+        delay(action)
+        return submit(action)
+
+    def delayed_run(action: Action, scalars: Any) -> None:
+        delay(action)
+        run(action, scalars)
+
+    runner.submit, runner.run = delayed_submit, delayed_run  # type: ignore[method-assign]
+
+
 def delay_lanes(session: lohan.Session, seed: int) -> None:
     late: dict[str, Callable[..., None]] = {}
 
     def delay(action: Action) -> None:
         late.setdefault(action.lane, random_delay(hash((seed, action.lane)) % 2**31))()
 
-    session.executor.lanes.delay = delay
+    delay_actions(session, delay)
     if isinstance(session.context.device, EmulatedDevice):
         streams = {lane: random_delay(seed + i) for i, lane in enumerate(STREAMS)}
         session.context.device.delay = lambda lane: streams[lane]()

@@ -19,6 +19,7 @@ from lohan.model.options import PlanOptions
 from lohan.planner.activations import HOST_ONLY
 from lohan.planner.planner import PlanProblem, closed_form_plan
 from lohan.schedule.actions import Action
+from tests.support.delayed_runs import delay_actions
 from tests.support.model_families import save_model
 
 SEQ = 48
@@ -103,7 +104,7 @@ def slow_down(session: lohan.Session, seed: int) -> None:
         if chance.random() < 0.1:
             time.sleep(chance.random() * 0.002)
 
-    session.executor.lanes.delay = delay
+    delay_actions(session, delay)
 
 
 # Whatever can be kept is worth it on this machine.
