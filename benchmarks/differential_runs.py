@@ -562,7 +562,7 @@ class SessionRun:
     def stored(self) -> dict[str, str]:
         """Return a digest of all bytes in the store by key."""
         store, result = self.session.store, dict[str, str]()
-        for region in store.regions:
+        for region in store.layout.regions:
             if region.scratch:
                 continue
             digest = hashlib.sha256()

@@ -50,7 +50,8 @@ from lohan.schedule.ops import Op
 from lohan.schedule.placement import Gate, gate_of
 from lohan.store.admin import remove_unfinished
 from lohan.store.files import activation_dirs
-from lohan.store.store import Status, Store, Ticket
+from lohan.store.store import Status, Store
+from lohan.store.transfers import Ticket
 from lohan.util.units import format_bytes
 
 if TYPE_CHECKING:
@@ -379,7 +380,7 @@ class SsdOperations:
         if step.commits:
             self.store.commit(step.meta)
         else:
-            self.store.check_present()
+            self.store.health.check()
         self.steps.ended(step)
 
     # The function that submits each operation. It returns the tickets of its requests, or None.
@@ -573,7 +574,7 @@ class ActionRunner:
     def close(self) -> None:
         if self.activation_spill is not None:
             self.activation_spill.close()
-        usable = self._store.status in (Status.CLEAN, Status.DIRTY)
+        usable = self._store.health.status in (Status.CLEAN, Status.DIRTY)
         if self.logged is not None and usable and not self.logged.log.live:
             self._store.stop_log()
 

@@ -435,12 +435,12 @@ def _reopened(
             f"{dirs[0]} is a snapshot, with one copy of the state that a step would overwrite; "
             'copy it to a new store with lohan.store.admin.restore(..., durability="step")'
         )
-    held = stored_model(store.meta, store.regions)
+    held = stored_model(store.meta, store.layout.regions)
     check_same(store, context.blocks, context.options.dtype, optimizer.kind)
     options = replace(
         context.options,
         chunk_params=held.chunk_params,
-        gradients_on_ssd=any(region.scratch for region in store.regions),
+        gradients_on_ssd=any(region.scratch for region in store.layout.regions),
     )
     room = free_bytes(dirs) + sum(file.stat().st_size for path in dirs for file in path.iterdir())
     plan, context = agreed_plan(replace(context, options=options, log_room=room), given_plan)

@@ -508,7 +508,7 @@ class Executor:
             self.store.commit(step.meta, advance=False)
         else:
             if self.runner.logged is not None:
-                self.store.commit_logged_meta(step.meta)
+                self.store.commit_logged(step.meta, None)
             self.steps.uncommitted = step.meta
             if step.commits:
                 self._commit_uncommitted()
@@ -592,8 +592,8 @@ class Executor:
             self.store.discard()
             if self.runner.activation_spill is not None:
                 self.runner.activation_spill.discard_in_flight()
-            if self.store.status is Status.FAILED:
-                self._lost = f"a step failed, and the store cannot go on: {self.store.cause}"
+            if self.store.health.status is Status.FAILED:
+                self._lost = f"a step failed, and the store cannot go on: {self.store.health.cause}"
             else:
                 self.runner.load_host_cached()
                 self.runner.recover_log()

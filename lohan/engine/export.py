@@ -76,7 +76,7 @@ def export_store(
     `card` is the text of the model card.
     """
     stores = (store,) if isinstance(store, Store) else tuple(store)
-    held = stored_model(stores[0].meta, stores[0].regions)
+    held = stored_model(stores[0].meta, stores[0].layout.regions)
     source = read or store_reader(*stores, ema=ema)
     adapter = model if model is not None and is_adapted(model) else None
     shapes = {

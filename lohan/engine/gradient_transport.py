@@ -12,7 +12,8 @@ from lohan.engine.buffers import HostPool
 from lohan.model.layout import FlatGroup
 from lohan.model.state import FLOAT, chunks, gradient_key
 from lohan.store.io_engine import Buffer
-from lohan.store.store import Store, Ticket
+from lohan.store.store import Store
+from lohan.store.transfers import Ticket
 from lohan.util.units import PAGE, align_up
 
 GroupGrads = Mapping[int, torch.Tensor]  # index of the tensor in its group -> gradient

@@ -300,7 +300,7 @@ def fold_log(store: Store, progress: Callable[[int, int], None] = lambda done, t
     log = store.log
     if log is None or not log.live:
         return 0
-    meta, held = store.meta, stored_model(store.meta, store.regions)
+    meta, held = store.meta, stored_model(store.meta, store.layout.regions)
     steps = [LoggedStep.of_record(entry.record, entry.segment) for entry in log.entries]
     ranks = RankInfo(stored(meta, "rank", int, 0), stored(meta, "world", int, 1))
     trained = [ranks.shard(group) for group in held.groups if not group.frozen]

@@ -35,7 +35,7 @@ from lohan.model.plan import Plan
 from lohan.param_groups import META_KEY, changed_members
 from lohan.planner.planner import PlanProblem, make_plan
 from lohan.store.admin import rewind
-from lohan.store.store import Counters
+from lohan.store.transfers import Counters
 from lohan.util.memory import return_freed_memory
 from lohan.util.units import format_bytes
 

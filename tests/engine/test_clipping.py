@@ -144,7 +144,7 @@ def test_without_clipping_nothing_is_held(tmp_path, monkeypatch):
     tuned(monkeypatch, Tuning())
     with attached(net("tied"), tmp_path, clip=0.0, update_mode="optimized") as session:
         assert gate_of(session.plan) is Gate.NONE
-        assert not any(region.scratch for region in session.store.regions)
+        assert not any(region.scratch for region in session.store.layout.regions)
         seen = []
         original = session.executor.runner.run
         session.executor.runner.run = lambda action, context: (

@@ -112,7 +112,7 @@ def committed_bytes(session: lohan.Session) -> bytes:
     """Return what a crash would leave of a streamed group and of a cached one."""
     store = session.store
     created = []
-    for region in store.regions:
+    for region in store.layout.regions:
         if not region.scratch:
             buffer = aligned_buffer(region.chunks[0])
             store.wait(store.read(region.key, 0, buffer))

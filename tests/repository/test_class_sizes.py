@@ -62,7 +62,6 @@ LARGE = {
     "Executor",
     "LohanMixin",
     "Session",
-    "Store",
 }
 
 

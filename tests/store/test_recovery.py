@@ -251,12 +251,12 @@ def test_a_late_read_is_over_before_its_buffer_is_used_again(
         engine.late = not comes_back
         store.discard()
         if not comes_back:
-            assert store.status is Status.FAILED
+            assert store.health.status is Status.FAILED
             with pytest.raises(StoreError, match="did not come back"):
                 store.write(key, chunk, content(key, chunk, nbytes, 1))
             engine.late = False
             return
-        assert store.status is Status.CLEAN
+        assert store.health.status is Status.CLEAN
         buffer[:] = 7
         engine.close()  # whatever was still in flight would land now
         assert np.all(buffer == 7)
@@ -283,7 +283,7 @@ def test_a_hung_fdatasync_is_an_error(tmp_path: Path, monkeypatch: pytest.Monkey
         monkeypatch.setenv("LOHAN_SYNC_TIMEOUT", "0.05")
         with pytest.raises(StorageIOError, match=r"slot-b\.bin: a sync .* after 0\.05 s"):
             store.commit({"step": 1})
-        assert store.status is Status.FAILED
+        assert store.health.status is Status.FAILED
     HungEngine.go.set()
     with Store.open(tmp_path / "s", engine=MemoryEngine(files=engine.files)) as store:
         assert_holds(store, 0)

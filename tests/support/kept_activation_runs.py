@@ -89,7 +89,7 @@ def train(
         store = session.store
         sums = [
             store.checksum(region.key, chunk)
-            for region in store.regions
+            for region in store.layout.regions
             if not region.scratch
             for chunk in range(len(region.chunks))
         ]
