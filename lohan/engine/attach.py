@@ -54,8 +54,9 @@ from lohan.engine.context import (
 from lohan.engine.executor import Executor
 from lohan.engine.head import SlicedHead, find_decoder
 from lohan.engine.logged import fold_log
+from lohan.engine.plan_execution import ExecutorAndHead
 from lohan.engine.policies import Budget, ModelPolicy, OffloadPolicy, StorePolicy, with_keywords
-from lohan.engine.session import ExecutorAndHead, Session
+from lohan.engine.session import Session
 from lohan.engine.stored_weights import given_dtype, taking_over, weights_source
 from lohan.engine.wrapping import FirstCalls
 from lohan.errors import ConfigError, ModelError, StoreError

@@ -113,7 +113,8 @@ class UserSteps:
     def _run(
         self, backward: Callable[..., Any], loss: Any, kwargs: Any, session: Session, *, last: bool
     ) -> None:
-        user_sums = self._sums is None and session.accumulates
+        accumulates = session.executor.collector.accumulated is not None
+        user_sums = self._sums is None and accumulates
         if self._sums is None and not last and not user_sums:
             self._sums = session.accumulate()
             self._sums.__enter__()

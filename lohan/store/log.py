@@ -32,6 +32,7 @@ from lohan.store.manifest import (
     read_manifest,
     write_json,
 )
+from lohan.store.transfers import Counters
 from lohan.util.files import WrongType, checked, from_json
 from lohan.util.units import PAGE
 
@@ -171,7 +172,7 @@ class GradientLog:
         self._barrier = barrier
         self._timeout_s, self._lock = timeout_s, threading.Lock()
         self._outstanding: set[LogTicket] = set()
-        self.bytes_read = self.bytes_written = 0
+        self.counters = Counters(0, 0)
         # Entries that an earlier process has written, by segment. They are verified when they are
         # read.
         self._unverified = {entry.segment: entry for entry in manifest.entries}
@@ -331,9 +332,9 @@ class GradientLog:
             if ticket.kind == "write":
                 assert ticket.crc is not None
                 self._written[ticket.extent.index] = ticket.buffer.nbytes, ticket.crc
-                self.bytes_written += ticket.buffer.nbytes
+                self.counters += Counters(0, ticket.buffer.nbytes)
             else:
-                self.bytes_read += ticket.buffer.nbytes
+                self.counters += Counters(ticket.buffer.nbytes, 0)
         if ticket.kind == "read" and ticket.crc is not None:
             self._compare(ticket)
 

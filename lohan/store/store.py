@@ -397,16 +397,13 @@ class Store:
     def stop_log(self) -> None:
         """Remove the log. Raise StoreError if some of its steps have not been folded."""
         with self._lock:
-            log, before = self.log, self._earlier_logs
-            if log is not None:
-                if log.live:
+            if self.log is not None:
+                if self.log.live:
                     raise StoreError(
                         "the log of gradients has steps that are not folded; fold them first"
                     )
-                self._earlier_logs = Counters(
-                    before.bytes_read + log.bytes_read, before.bytes_written + log.bytes_written
-                )
-                log.close()
+                self._earlier_logs += self.log.counters
+                self.log.close()
                 self.log = None
             remove_log(self.dirs)
 
@@ -438,11 +435,8 @@ class Store:
     @property
     def counters(self) -> Counters:
         with self._lock:
-            own, earlier, log = self._transfers.counters, self._earlier_logs, self.log
-            return Counters(
-                own.bytes_read + earlier.bytes_read + (log.bytes_read if log else 0),
-                own.bytes_written + earlier.bytes_written + (log.bytes_written if log else 0),
-            )
+            moved = self._transfers.counters + self._earlier_logs
+            return moved if self.log is None else moved + self.log.counters
 
     def checksum(self, key: str, chunk: int) -> int:
         """Return the CRC-32C of a chunk of the committed generation."""

@@ -201,6 +201,11 @@ class Counters:
     bytes_read: int
     bytes_written: int
 
+    def __add__(self, other: Counters) -> Counters:
+        return Counters(
+            self.bytes_read + other.bytes_read, self.bytes_written + other.bytes_written
+        )
+
 
 class Transfers:
     """The reads and writes of a store, from their submission to the end of their wait.

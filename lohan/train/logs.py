@@ -78,7 +78,7 @@ class Journal:
             predicted = figures(session.context.forecast(self._profile, session.plan))
         self._write(
             "plan",
-            host_bytes=session.host_bytes,
+            host_bytes=session.context.host_bytes,
             plan=session.plan.to_json(),
             predicted=predicted,
             origin=self._origin,

@@ -360,7 +360,7 @@ def test_a_store_with_logged_steps_is_folded_by_a_tool(
     for batch in dataset:
         session.model(**batch).backward()
     session.flush()
-    session._stop()  # as a process that dies: nothing is folded
+    session.execution.stop()  # as a process that dies: nothing is folded
     session.store.close()
     dirs = place / "lohan-store"
     with Store.open(dirs, engine="threads", replays=True) as store:

@@ -222,7 +222,7 @@ def test_a_plan_that_cannot_be_followed(
     session = opened(tmp_path)
     go_on(session, until=2)
     with monkeypatch.context() as patch:
-        real, tries = session._make_executor, 0
+        real, tries = session.execution._make_executor, 0
 
         def run(plan: Any) -> Any:
             nonlocal tries
@@ -231,7 +231,7 @@ def test_a_plan_that_cannot_be_followed(
                 raise error
             return real(plan)
 
-        patch.setattr(session, "_make_executor", run)
+        patch.setattr(session.execution, "_make_executor", run)
         with pytest.raises(type(error)):
             session.follow(session.plan)
     if not for_good:

@@ -61,7 +61,6 @@ def too_large(source: str) -> list[str]:
 LARGE = {
     "Executor",
     "LohanMixin",
-    "Session",
 }
 
 

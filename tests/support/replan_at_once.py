@@ -10,7 +10,7 @@ from typing import Any
 
 from lohan.engine import replanning as replan
 from lohan.engine.context import PlanContext
-from lohan.engine.session import Session
+from lohan.engine.plan_execution import PlanExecution
 from lohan.errors import StoreError
 from lohan.model.machine import Drive, Profile
 from lohan.model.plan import Plan
@@ -58,11 +58,11 @@ def with_fixed_measurement() -> None:
 def fails() -> None:
     """As `always`, and this process cannot follow the new plan."""
     always()
-    start = Session._start
+    start = PlanExecution.start
 
-    def started(session: Any, plan: Plan) -> None:
-        if session.planless:  # a change of plan, not the start
+    def started(execution: Any, plan: Plan) -> None:
+        if execution.planless:  # a change of plan, not the start
             raise StoreError("no space left for kept activations")
-        start(session, plan)
+        start(execution, plan)
 
-    Session._start = started  # type: ignore[method-assign]
+    PlanExecution.start = started  # type: ignore[method-assign]
