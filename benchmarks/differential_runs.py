@@ -393,15 +393,15 @@ class SessionRun:
                 self.step(number)
 
     def step(self, number: int) -> None:
-        before = self.session.executor.train_state.updates
+        before = self.session.executor.record.train_state.updates
         losses = self.compute(number)
         while self.session.must_run_again:
             losses = self.compute(number)
         if self.session.step != number + 1:
             raise Mismatch(f"step {number + 1} ended as step {self.session.step}")
         self.losses += losses
-        self.norms.append(self.session.executor.grad_norm)
-        self.updated.append(self.session.executor.train_state.updates > before)
+        self.norms.append(self.session.grad_norm)
+        self.updated.append(self.session.executor.record.train_state.updates > before)
 
     def compute(self, number: int) -> list[float]:
         torch.manual_seed(1000 + number)
@@ -583,7 +583,7 @@ class SessionRun:
             "stored": self.stored(),
             "weights": weights,
             "ema": self.weights(ema=True) if self.case["ema"] else {},
-            "progress": repr(self.session.executor.train_state),
+            "progress": repr(self.session.executor.record.train_state),
             "buffers": {n: b.clone() for n, b in self.model.named_buffers()},
             "packed": self.packed,
             "plan": first.to_json(),

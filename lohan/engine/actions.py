@@ -428,7 +428,7 @@ class ActionRunner:
         self.steps = steps
         shards, chunk_params = context.shards, plan.chunk_params
         groups = shards.groups
-        self._spec, self._store = spec, store
+        self.spec, self._store = spec, store
         state_format = state_format_of(plan.dtype, plan.kind)
         self.slots = WeightSlots(
             store,
@@ -545,9 +545,9 @@ class ActionRunner:
         sure that the lanes are idle; this is not checked.
         """
         assert self.logged is not None
-        slot_of = {n: self._spec.slots + i for i, n in enumerate(self._spec.host_cached_weights)}
-        cached = {key: self._spec.ring + i for i, key in enumerate(self._spec.host_cached_state)}
-        for number, count in enumerate(self._spec.chunks):
+        slot_of = {n: self.spec.slots + i for i, n in enumerate(self.spec.host_cached_weights)}
+        cached = {key: self.spec.ring + i for i, key in enumerate(self.spec.host_cached_state)}
+        for number, count in enumerate(self.spec.chunks):
             for chunk in range(count):
                 buffer, slot = cached.get((number, chunk), 0), slot_of.get(number, 0)
                 if (number, chunk) not in cached:

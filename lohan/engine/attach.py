@@ -529,10 +529,10 @@ def make_executor(
                 executor.pool.reserve(entry.owner, entry.bytes)
         cuts = executor.block_runner.compute.cuts
         cuts.needs, cuts.room = needs, room
-        if compared is not None and executor.train_state.step == 0:
+        if compared is not None and executor.record.train_state.step == 0:
             executor.block_runner.first_calls = FirstCalls(compared)
         if decoder is None:  # The loss is then the mean over each rank's own rows.
-            executor.mean_over = context.process_group.world
+            executor.record.mean_over = context.process_group.world
         return executor, None if decoder is None else SlicedHead(executor, base, decoder)
     except BaseException:
         executor.close()

@@ -68,7 +68,7 @@ class PlanExecution:
     @property
     def lost(self) -> bool:
         """True if a step failed and could not be rolled back."""
-        return self._executor is None or self._executor.lost
+        return self._executor is None or bool(self._executor.lost)
 
     def start(self, plan: Plan) -> None:
         """Create executor and head for a plan, with the settings of the previous executor and head.
@@ -77,7 +77,7 @@ class PlanExecution:
         """
         self._executor, self.head = self._make_executor(plan)
         if self._mean_over is not None:
-            self._executor.mean_over = self._mean_over
+            self._executor.record.mean_over = self._mean_over
         self._executor.clipping.norm = self._norm
         self._executor.step_gradients.updates = self.updates_in_backward
         if self.head is not None:  # User code may have changed the settings of the head.
@@ -95,7 +95,7 @@ class PlanExecution:
             self._head_settings = {name: getattr(self.head, name) for name in self.head.SETTINGS}
             self.head.remove()
         if self._executor is not None:
-            self._mean_over = self._executor.mean_over
+            self._mean_over = self._executor.record.mean_over
             self._norm = self._executor.clipping.norm
             self._executor.close()
         forget_last_weights(self._model)
@@ -139,13 +139,13 @@ class PlanExecution:
     @contextmanager
     def unhooked(self) -> Iterator[None]:
         """Temporarily remove the forwards and hooks that LoHan has installed in the model."""
-        calls = [*(self._executor.wrapped_sites if self._executor is not None else ())]
+        calls = [*(self._executor.hooks.wrapped_sites if self._executor is not None else ())]
         modules: list[tuple[nn.Module, Any]] = [(call.module, call) for call in calls]
         if self.head is not None:
             modules.append((self.head.model, self.head))
         with ExitStack() as undo:
             if self._executor is not None:
-                undo.enter_context(self._executor.without_hooks())
+                undo.enter_context(self._executor.hooks.removed())
             for module, forward in modules:
                 if vars(module).get("forward") is forward:
                     del module.forward

@@ -121,8 +121,8 @@ class Replanner:
         counts. Other compute was an evaluation, a run of the step that was repeated, or a call
         whose gradients are accumulated.
         """
-        executor = self._session.executor
-        began_s, stop_s = executor.forward_began_s, executor.inference_began_s
+        trace = self._session.executor.trace
+        began_s, stop_s = trace.forward_began_s, trace.inference_began_s
         spans = [s for s in spans if s.lane != "compute" or began_s <= s.start_s < stop_s]
         why = "measured the first steps"
         stays = Decision()

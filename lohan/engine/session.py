@@ -83,7 +83,7 @@ class Session:
 
     @property
     def step(self) -> int:
-        return self.executor.train_state.step
+        return self.executor.record.train_state.step
 
     @property
     def must_run_again(self) -> bool:
@@ -118,7 +118,7 @@ class Session:
     @property
     def lr(self) -> float:
         """The learning rate of the next step, for parameters without their own group."""
-        return self.executor.groups.at(self.step).rates[0]
+        return self.executor.record.groups.at(self.step).rates[0]
 
     @property
     def plan(self) -> Plan:
@@ -233,7 +233,7 @@ class Session:
     @property
     def grad_norm(self) -> float | None:
         """The global gradient norm of the last step, or None if no update needs it."""
-        return self.executor.grad_norm
+        return self.executor.clipping.norm
 
     @property
     def updates_in_backward(self) -> bool:

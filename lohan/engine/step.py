@@ -110,7 +110,8 @@ class Step:
 class Steps:
     """The current step, the previous step, and the steps whose end is queued but has not run."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: CommitClock) -> None:
+        self.clock = clock
         self.current = Step()
         self.previous: Step | None = None
         self.ending: deque[Step] = deque()  # closed steps whose end is still queued

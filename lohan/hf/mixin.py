@@ -302,7 +302,7 @@ class LohanMixin(OutputStore):
             raise TooLarge(f"{error}: this batch is out of memory.") from None
         self._user_steps.attached(self.session)
         if self._ranks is not None and not self._sums_over_ranks():  # average over ranks, as DDP
-            self.session.executor.mean_over = self._ranks.world
+            self.session.executor.record.mean_over = self._ranks.world
             if self.session.head is not None:
                 self.session.head.ranks_apart = True
         if lasting:
@@ -535,7 +535,7 @@ class LohanMixin(OutputStore):
             return None
 
     def _clip_grad_norm(self, model: Any) -> float | None:
-        return self.session.executor.grad_norm if self.session is not None else None
+        return self.session.grad_norm if self.session is not None else None
 
     def _get_grad_norm(self, model: Any, grad_norm: float | None = None) -> float | None:
         limit = self.args.max_grad_norm or 0.0
@@ -712,7 +712,7 @@ class LohanMixin(OutputStore):
         if not self._resumes:
             if self.session is not None and not self.session.closed and self.session.step:
                 first = self.session.step
-                self.session.executor.extra_meta = lambda: {"first_step": first}
+                self.session.executor.record.extra_meta = lambda: {"first_step": first}
             return position
         self._beyond = 0 if self._rewind else self._stored_step() - self.state.global_step
         self.state.global_step += self._beyond

@@ -192,7 +192,7 @@ class OverTokens(LohanMixin):
         config = base_of(self.model).config.get_text_config()  # type: ignore[union-attr, operator]
         coefficient = getattr(config, "router_aux_loss_coef", 0.0)
         missing = (getattr(self, "router_aux_loss_coef", coefficient) - coefficient) * out.aux_loss
-        scale = self.session.executor.train_state.loss_scale
+        scale = self.session.executor.record.train_state.loss_scale
         value = missing.detach()
         return loss + value + scale * (missing - value) / self.session.process_group.world
 
@@ -563,7 +563,7 @@ class SFTTrainer(LohanMixin, Theirs):
         assert self.session is not None
         part = self.router_aux_loss_coef * auxiliary
         part = part * (1 - 1 / self.current_gradient_accumulation_steps)
-        value, scale = part.detach(), self.session.executor.train_state.loss_scale
+        value, scale = part.detach(), self.session.executor.record.train_state.loss_scale
         return value + scale * (part - value)
 
     def compute_loss(

@@ -285,7 +285,7 @@ def changed_groups(session: Session) -> str:
     Returns an empty string if they do not. Optimizer state belongs to each parameter, so such a
     change is allowed.
     """
-    groups = session.executor.groups
+    groups = session.executor.record.groups
     now = groups.to_json(groups.at(session.step))
     return changed_members(session.store.meta.get(META_KEY), now)
 
@@ -439,7 +439,7 @@ def one_step(
     batch = inputs.train_examples.batch(session.step, config.train.batch)
     tokens = task.tokens(session.model, batch)
     row: dict[str, Any] = {"step": session.step + 1, "lr": session.lr, "tokens": tokens}
-    share, device, state = Share(session, task), executor.device, executor.train_state
+    share, device, state = Share(session, task), executor.device, executor.record.train_state
     before = device.random_state()
     reads_late = share.reads_late
     loss, read = share.loss(batch)
@@ -452,20 +452,20 @@ def one_step(
         """Complete the row; called at the end of backward."""
         row["loss"] = read()
         check_loss(row["loss"], state)
-        check_norm(executor.grad_norm, state, executor.train_state)
+        check_norm(session.grad_norm, state, executor.record.train_state)
         row.update(meter.row(tokens=tokens))
         gathered = session.process_group.all_gather_object(
             {name: row[name] for name in SUMMED_METRICS}
         )
         row.update({name: sum(other[name] for other in gathered) for name in SUMMED_METRICS})
-        if executor.grad_norm is not None:
-            row["grad_norm"] = executor.grad_norm
+        if session.grad_norm is not None:
+            row["grad_norm"] = session.grad_norm
             row.update(executor.clipping.counts)
-        if executor.train_state.skipped_steps > state.skipped_steps:
+        if executor.record.train_state.skipped_steps > state.skipped_steps:
             row["skipped"] = True
         return {"metrics": row, UNLOGGED: [] if pending is None else pending.add(row)}
 
-    executor.extra_meta = metrics
+    executor.record.extra_meta = metrics
     loss.backward()  # type: ignore[no-untyped-call]
     if session.must_run_again:
         device.set_random_state(before)

@@ -84,7 +84,7 @@ def run(model, train_batches, place, *, limit):
             loss = loss_of(model, batch)
             loss.backward()
             losses.append(loss.item())
-            norms.append(session.executor.grad_norm)
+            norms.append(session.grad_norm)
         return losses, norms, master_weights(session)
 
 
@@ -156,7 +156,7 @@ def test_without_clipping_nothing_is_held(tmp_path, monkeypatch):
         session.flush()
         assert set(seen) == {"U"}
         assert session.executor.runner.pending.on_host == {}
-        assert session.executor.grad_norm is None
+        assert session.grad_norm is None
 
 
 def test_held_gradients_are_released_after_their_update(tmp_path, monkeypatch):

@@ -356,7 +356,7 @@ def test_a_store_with_logged_steps_is_folded_by_a_tool(
     expected = train(net("tied"), dataset, tmp_path / "plain", overlap=False)
     place = tmp_path / "logged"
     session = attached(net("tied"), place, budget=budget(place, 4), engine="threads")
-    session.executor.commit_clock._steps = 10  # no more settling
+    session.executor.steps.clock._steps = 10  # no more settling
     for batch in dataset:
         session.model(**batch).backward()
     session.flush()

@@ -340,7 +340,7 @@ def test_the_other_reads_of_a_failed_action_are_completed(refused, tmp_path, mon
     with attached(net("plain"), tmp_path, engine=engine) as session:
         go_on(session, until=1)
         start, submit = session.executor.runner.submit, engine.read
-        chunks = session.executor.spec.chunks
+        chunks = session.executor.runner.spec.chunks
 
         def failing(action: Action) -> object:
             several = action.kind == "R" and chunks[action.index] > 1

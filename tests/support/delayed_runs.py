@@ -304,5 +304,5 @@ def train(
             loss = loss if isinstance(loss, torch.Tensor) else loss.loss
             (loss * scale(step)).backward()
             losses.append(loss.item())
-            norms.append(session.executor.grad_norm)
-        return Result(losses, norms, stored_bytes(session), session.executor.train_state)
+            norms.append(session.grad_norm)
+        return Result(losses, norms, stored_bytes(session), session.executor.record.train_state)

@@ -294,7 +294,7 @@ def train(model: nn.Module, data: list[dict[str, torch.Tensor]], **options: Any)
             loss = out if isinstance(out, torch.Tensor) else out.loss
             loss.backward()
             losses.append(loss.item())
-        norm = session.executor.grad_norm
+        norm = session.grad_norm
         write_result(process_group, {"losses": losses, "norm": norm, "shards": shards(session)})
     process_group.close()
 
