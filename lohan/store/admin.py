@@ -336,19 +336,6 @@ def snapshot_generation(target: str | Path) -> int | None:
     return None if manifest is None else manifest.generation
 
 
-def is_whole(dirs: str | Path | Sequence[str | Path]) -> bool:
-    """Return whether `dirs` hold a committed store without unfinished writes in place.
-
-    Only the first directory is examined. A restore renames it into place last, so its presence
-    implies that of the others.
-    """
-    primary = store_dirs(dirs)[0]
-    if not (primary / IDENTITY).exists():
-        return False
-    manifest = read_manifest(primary)
-    return manifest is not None and manifest.clean
-
-
 @storage_errors("restoring a snapshot")
 def restore(
     target: str | Path,

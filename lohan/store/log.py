@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from lohan.errors import ChecksumError, LohanError, StorageIOError, StoreError
+from lohan.errors import ChecksumError, StorageIOError, StoreError
 from lohan.store import files
 from lohan.store.extents import Extent, Layout, Region, layout_from_json, plan_layout
 from lohan.store.files import LOG, LOG_DATA, LOG_PREPARED, rename_durably
@@ -32,7 +32,7 @@ from lohan.store.manifest import (
     read_manifest,
     write_json,
 )
-from lohan.store.transfers import Counters
+from lohan.store.transfers import Counters, wait_for_all
 from lohan.util.files import WrongType, checked, from_json
 from lohan.util.units import PAGE
 
@@ -340,14 +340,7 @@ class GradientLog:
 
     def wait_all(self, tickets: Iterable[LogTicket]) -> None:
         """Wait for all tickets, then raise the first error."""
-        failed: LohanError | None = None
-        for ticket in tickets:
-            try:
-                self.wait(ticket)
-            except LohanError as error:
-                failed = failed or error
-        if failed is not None:
-            raise failed
+        wait_for_all(self.wait, tickets)
 
     def _compare(self, ticket: LogTicket) -> None:
         actual, extent = checksum(ticket.buffer), ticket.extent

@@ -19,7 +19,7 @@ from uuid import uuid4
 import numpy as np
 import numpy.typing as npt
 
-from lohan.errors import ChecksumError, LohanError, StorageIOError, StoreError
+from lohan.errors import ChecksumError, StorageIOError, StoreError
 from lohan.store import files
 from lohan.store.extents import Extent, Region, plan_layout
 from lohan.store.files import (
@@ -57,7 +57,7 @@ from lohan.store.manifest import (
     write_identities,
     write_manifest,
 )
-from lohan.store.transfers import Counters, Ticket, Transfers, check_buffer
+from lohan.store.transfers import Counters, Ticket, Transfers, check_buffer, wait_for_all
 from lohan.util.units import counted
 
 Barrier = Callable[[], None]
@@ -541,18 +541,8 @@ class Store:
             self._transfers.release(ticket.kind, disk_slot, extent)
 
     def wait_all(self, tickets: Iterable[Ticket]) -> None:
-        """Wait for all tickets, then raise the first error.
-
-        Tickets after a failed one are waited for as well, because their buffers will be reused.
-        """
-        failed: LohanError | None = None
-        for ticket in tickets:
-            try:
-                self.wait(ticket)
-            except LohanError as error:
-                failed = failed or error
-        if failed is not None:
-            raise failed
+        """Wait for all tickets, then raise the first error."""
+        wait_for_all(self.wait, tickets)
 
     def discard(self) -> None:
         """Discard everything written since the last commit; the committed generation is unchanged.

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from lohan.errors import StorageIOError, StoreError
+from lohan.errors import LohanError, StorageIOError, StoreError
 from lohan.store.extents import Extent, Layout
 from lohan.store.io_engine import (
     SCRATCH_DISK_SLOT,
@@ -28,6 +28,7 @@ from lohan.store.io_engine import (
 from lohan.util.units import PAGE
 
 Kind = Literal["read", "write"]
+AnyTicket = TypeVar("AnyTicket")
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,6 +193,21 @@ def check_buffer(extent: Extent, buffer: Buffer) -> None:
         )
     if buffer.ctypes.data % PAGE:
         raise StoreError(f"{chunk_name(extent)}: the buffer's address is no multiple of {PAGE}")
+
+
+def wait_for_all(wait: Callable[[AnyTicket], None], tickets: Iterable[AnyTicket]) -> None:
+    """Wait for all tickets, then raise the first error.
+
+    Tickets after a failed one are waited for as well, because their buffers will be reused.
+    """
+    failed: LohanError | None = None
+    for ticket in tickets:
+        try:
+            wait(ticket)
+        except LohanError as error:
+            failed = failed or error
+    if failed is not None:
+        raise failed
 
 
 @dataclass(frozen=True)

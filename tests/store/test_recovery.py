@@ -14,14 +14,23 @@ import pytest
 
 from lohan.errors import ConfigError, LohanError, StorageIOError, StoreError
 from lohan.store import admin, files, manifest
-from lohan.store.admin import is_whole, restore
+from lohan.store.admin import restore
 from lohan.store.files import NoRoomError, lock_holder
 from lohan.store.io_engine import Buffer, aligned_buffer
 from lohan.store.store import Status, Store
 from lohan.util.units import PAGE
 from tests.support.memory_engine import MemoryEngine
 from tests.support.numbered_faults import Error, Faults
-from tests.support.store_content import REGIONS, STATE, assert_holds, content, step, tree, write_all
+from tests.support.store_content import (
+    REGIONS,
+    STATE,
+    assert_holds,
+    content,
+    is_whole,
+    step,
+    tree,
+    write_all,
+)
 
 Operation = Callable[[Path, list[Path]], None]
 
@@ -40,7 +49,7 @@ def dirs(tmp_path: Path) -> list[Path]:
         step(store)
         admin.snapshot(store, tmp_path / "snapshot")
         write_all(store, 1)
-    assert not is_whole(dirs)
+    assert not is_whole(dirs[0])
     return dirs
 
 
