@@ -352,7 +352,7 @@ class SessionRun:
             except BudgetError as error:
                 self.check_refusal(error)
                 raise
-        self.session.executor.lanes._stall_s = 20.0
+        self.session.executor.lanes.stall_s = 20.0
         self.guard = None
         if self.case["delays"] and self.reference is None:
             from tests.support.delayed_runs import delay_lanes
@@ -393,15 +393,15 @@ class SessionRun:
                 self.step(number)
 
     def step(self, number: int) -> None:
-        before = self.session.executor.train_state.updates
+        before = self.session.executor.record.train_state.updates
         losses = self.compute(number)
         while self.session.must_run_again:
             losses = self.compute(number)
         if self.session.step != number + 1:
             raise Mismatch(f"step {number + 1} ended as step {self.session.step}")
         self.losses += losses
-        self.norms.append(self.session.executor.grad_norm)
-        self.updated.append(self.session.executor.train_state.updates > before)
+        self.norms.append(self.session.grad_norm)
+        self.updated.append(self.session.executor.record.train_state.updates > before)
 
     def compute(self, number: int) -> list[float]:
         torch.manual_seed(1000 + number)
@@ -562,7 +562,7 @@ class SessionRun:
     def stored(self) -> dict[str, str]:
         """Return a digest of all bytes in the store by key."""
         store, result = self.session.store, dict[str, str]()
-        for region in store.regions:
+        for region in store.layout.regions:
             if region.scratch:
                 continue
             digest = hashlib.sha256()
@@ -583,7 +583,7 @@ class SessionRun:
             "stored": self.stored(),
             "weights": weights,
             "ema": self.weights(ema=True) if self.case["ema"] else {},
-            "progress": repr(self.session.executor.train_state),
+            "progress": repr(self.session.executor.record.train_state),
             "buffers": {n: b.clone() for n, b in self.model.named_buffers()},
             "packed": self.packed,
             "plan": first.to_json(),

@@ -496,7 +496,7 @@ def store_kinds(work: Path) -> list[Kind]:
     place = work / "store"
     parts = regions((group,), state_format=state_format_of("fp32", DEFAULT_KIND), chunk_params=2048)
     with Store.create(place, parts) as store:
-        for region in store.regions:
+        for region in store.layout.regions:
             buffer = aligned_buffer(region.chunks[0])
             buffer[:] = 0
             store.wait(store.write(region.key, 0, buffer))
@@ -513,7 +513,7 @@ def store_kinds(work: Path) -> list[Kind]:
             TrainState.of(store.meta)
             restore_buffers(module, store.meta)
             read = store_reader(store)
-            for group in stored_model(store.meta, store.regions).groups:
+            for group in stored_model(store.meta, store.layout.regions).groups:
                 for tensor in group.tensors:
                     read(tensor.name, 0, 4)
 

@@ -48,10 +48,10 @@ class StepGradients:
     are kept in `.grad` as in PyTorch. `refresh` brings resident parameters up to date.
     """
 
-    def __init__(self, refresh: Callable[[], None] = lambda: None) -> None:
+    def __init__(self) -> None:
         self.consumed = self.in_backward = False
         self.updates = True
-        self.refresh = refresh
+        self.refresh: Callable[[], None] = lambda: None
 
 
 class AttachedParameter(nn.Parameter):

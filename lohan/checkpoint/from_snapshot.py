@@ -37,7 +37,7 @@ def store_from_snapshot(
     """
     with Store.open(snapshot, verify="always", with_scratch=False) as source:
         held, generation = dict(source.meta), source.generation
-        scratch = any(region.scratch for region in source.regions)
+        scratch = any(region.scratch for region in source.layout.regions)
     state_format, chunk_params = stored_state_format(held), stored(held, "chunk_params", int)
     try:
         groups = groups_from_json(held.get("layout"))

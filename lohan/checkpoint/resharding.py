@@ -278,11 +278,11 @@ class _Source:
     """The state of all groups, read from the stores of all old ranks."""
 
     def __init__(self, stores: Sequence[Store]) -> None:
-        held = stored_model(stores[0].meta, stores[0].regions)
+        held = stored_model(stores[0].meta, stores[0].layout.regions)
         self._stores, self._world = stores, RankInfo(world=len(stores))
         self._groups, self._state_format = held.groups, held.state_format
         self._chunk_params, self._exact = held.chunk_params, held.exact
-        self._gradients = any(region.scratch for region in stores[0].regions)
+        self._gradients = any(region.scratch for region in stores[0].layout.regions)
         largest = max(store.layout.largest_chunk for store in stores)
         self._buffer = aligned_buffer(largest)
         self._loaded: tuple[int, str, int] | None = None

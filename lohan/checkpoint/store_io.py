@@ -176,7 +176,7 @@ class ShardReader:
     """
 
     def __init__(self, store: Store, ranks: RankInfo, *, ema: bool = False) -> None:
-        held = stored_model(store.meta, store.regions)
+        held = stored_model(store.meta, store.layout.regions)
         if ema and not held.state_format.kind.ema:
             raise StoreError(
                 f"the store in {store.dirs[0]} holds no averaged weights; they are kept by a run "
@@ -275,7 +275,7 @@ def store_reader(*stores: Store, ema: bool = False) -> ReadFlat:
             shard.read_into(out, name, start)
         return out
 
-    return _dequantising(read, stored_model(stores[0].meta, stores[0].regions))
+    return _dequantising(read, stored_model(stores[0].meta, stores[0].layout.regions))
 
 
 def _dequantising(read: Callable[..., torch.Tensor], held: StoredModel) -> ReadFlat:
@@ -319,7 +319,7 @@ def gathering_reader(
                 process_group.send_to_first(piece.view(torch.uint8))
         yield None
         return
-    held = stored_model(store.meta, store.regions)
+    held = stored_model(store.meta, store.layout.regions)
     others = {
         rank: {spec.name: spec for group in held.groups for spec in ranks.shard(group).tensors}
         for rank, ranks in enumerate(process_group.ranks.all())
@@ -409,7 +409,7 @@ def overwrite(store: Store, values: Mapping[str, torch.Tensor]) -> None:
 
     Frozen parameters cannot be replaced: values that differ from those of the store are refused.
     """
-    held = stored_model(store.meta, store.regions)
+    held = stored_model(store.meta, store.layout.regions)
     _check_frozen(store, held, values)
     fmt = held.state_format
     for group in held.groups:

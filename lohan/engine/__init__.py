@@ -53,8 +53,8 @@ Update
 The end of the step
 14. executor.py [caller]: `on_backward_done` hands over late and resident gradients. If the norm is
     needed, step.py computes it and makes the decision; updates that ran too early are rolled back.
-    The metadata of the step (counters, random state, buffers, the row of metrics) waits for the
-    commit, and the next forward is enqueued.
+    The metadata of the step (run_record.py: counters, random state, buffers, the row of metrics)
+    waits for the commit, and the next forward is enqueued.
 15. store/store.py [done C]: after the last W, `Store.commit` syncs the slot on disk that was
     written and its checksums, and renames the manifest (with several ranks: all prepare, wait at a
     barrier, and rename). The step is then durable. Its generation is only read until the next

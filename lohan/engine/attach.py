@@ -54,8 +54,9 @@ from lohan.engine.context import (
 from lohan.engine.executor import Executor
 from lohan.engine.head import SlicedHead, find_decoder
 from lohan.engine.logged import fold_log
+from lohan.engine.plan_execution import ExecutorAndHead
 from lohan.engine.policies import Budget, ModelPolicy, OffloadPolicy, StorePolicy, with_keywords
-from lohan.engine.session import ExecutorAndHead, Session
+from lohan.engine.session import Session
 from lohan.engine.stored_weights import given_dtype, taking_over, weights_source
 from lohan.engine.wrapping import FirstCalls
 from lohan.errors import ConfigError, ModelError, StoreError
@@ -435,12 +436,12 @@ def _reopened(
             f"{dirs[0]} is a snapshot, with one copy of the state that a step would overwrite; "
             'copy it to a new store with lohan.store.admin.restore(..., durability="step")'
         )
-    held = stored_model(store.meta, store.regions)
+    held = stored_model(store.meta, store.layout.regions)
     check_same(store, context.blocks, context.options.dtype, optimizer.kind)
     options = replace(
         context.options,
         chunk_params=held.chunk_params,
-        gradients_on_ssd=any(region.scratch for region in store.regions),
+        gradients_on_ssd=any(region.scratch for region in store.layout.regions),
     )
     room = free_bytes(dirs) + sum(file.stat().st_size for path in dirs for file in path.iterdir())
     plan, context = agreed_plan(replace(context, options=options, log_room=room), given_plan)
@@ -528,10 +529,10 @@ def make_executor(
                 executor.pool.reserve(entry.owner, entry.bytes)
         cuts = executor.block_runner.compute.cuts
         cuts.needs, cuts.room = needs, room
-        if compared is not None and executor.train_state.step == 0:
+        if compared is not None and executor.record.train_state.step == 0:
             executor.block_runner.first_calls = FirstCalls(compared)
         if decoder is None:  # The loss is then the mean over each rank's own rows.
-            executor.mean_over = context.process_group.world
+            executor.record.mean_over = context.process_group.world
         return executor, None if decoder is None else SlicedHead(executor, base, decoder)
     except BaseException:
         executor.close()

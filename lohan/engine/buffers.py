@@ -37,7 +37,8 @@ from lohan.optim import Optimizer
 from lohan.param_groups import GroupValues
 from lohan.schedule.actions import ScheduleSpec
 from lohan.store.io_engine import Buffer
-from lohan.store.store import Store, Ticket
+from lohan.store.store import Store
+from lohan.store.transfers import Ticket
 from lohan.util.units import PAGE, align_up, format_bytes, format_bytes_up
 
 # -- Host memory under one hard budget, with a ledger of owners ------------------------------------

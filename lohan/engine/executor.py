@@ -9,44 +9,40 @@ are queued with the clipping factor, and the next forward is scheduled. User cod
 
 from __future__ import annotations
 
-import math
-import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from lohan.capture.blocks import dtype_of
 from lohan.capture.placeholders import (
     StepGradients,
-    install_placeholders,
 )
-from lohan.capture.recompute import SlicedCompute
+from lohan.capture.recompute import ActivationHooks, SlicedCompute
 from lohan.capture.tiling import Tiling
 from lohan.capture.tracing import SavePlans
-from lohan.checkpoint.adapters import base_of
-from lohan.checkpoint.train_state import ChangedBuffers, TrainState
-from lohan.device.base import move_buffers, to_device
+from lohan.checkpoint.train_state import TrainState
+from lohan.device.base import to_device
 from lohan.device.choose import Compiled
 from lohan.engine.actions import ActionRunner
-from lohan.engine.buffers import Dequantised, HostPool, SharedSlots, StepScalars
+from lohan.engine.buffers import Dequantised, HostPool, SharedSlots
 from lohan.engine.gradient_transport import GroupGrads
 from lohan.engine.gradients import Accumulated, GradientCollector, StepCollectives
 from lohan.engine.lanes import Lanes
-from lohan.engine.resident import Resident
+from lohan.engine.model_hooks import ModelHooks
+from lohan.engine.run_record import RunRecord
 from lohan.engine.scheduler import ActionScheduler
 from lohan.engine.step import Clipping, CommitClock, Decision, Factor, State, Step, Steps
-from lohan.engine.user_code import KeptGradients, UnwantedGradients, WatchedParameters
-from lohan.engine.wrapping import BlockRunner, WrappedSite
+from lohan.engine.user_code import KeptGradients, UnwantedGradients
+from lohan.engine.wrapping import BlockRunner
 from lohan.errors import LohanError, ModelError, RankError, StoreError
-from lohan.model.layout import RESIDENT, Blocks
+from lohan.model.layout import RESIDENT
 from lohan.model.plan import Plan
 from lohan.model.state import STATE_FORMATS
-from lohan.param_groups import META_KEY, HyperParameters
+from lohan.param_groups import HyperParameters
 from lohan.schedule.placement import Gate, UpdateOptions
 from lohan.schedule.steps import spec_of
 from lohan.store.store import Status, Store
@@ -60,17 +56,9 @@ if TYPE_CHECKING:
 class Executor:
     """Combines lanes, weights, activations, gradients and optimizer into training steps."""
 
-    # The number of ranks over whose losses gradients are averaged; 1 if they are summed.
-    mean_over = 1
     in_head = False  # True while the fused forward and backward of the head runs.
-    resident: Resident | None = None
-    # A callback that gets the inputs of a forward by name, before and after their copy to a device.
-    inputs_moved: Callable[[dict[str, Any], dict[str, Any]], None] | None = None
-    forward_began_s = 0.0  # Start of the last call of the model with gradients.
-    inference_began_s = math.inf  # Start of the first call without gradients since then.
     # The reason why the weights in memory are inconsistent; empty if they are consistent.
-    _lost = ""
-    _resident_current = True  # True if resident parameters have the values of the last step.
+    lost = ""
 
     def __init__(
         self,
@@ -84,25 +72,18 @@ class Executor:
         save_plans: SavePlans,
     ) -> None:
         blocks, device = context.blocks, context.device
-        self.model, self.blocks, self.device, self.plan = model, blocks, device, plan
-        self.store, self.groups, self.trace = store, groups, trace
-        self.process_group = context.process_group
-        self.numbers = {group.key: number for number, group in enumerate(blocks.groups)}
-        self.tiling = Tiling(plan.tiles) if plan.tiles else None
-        # sites whose weights are installed in their module
-        self.sites_with_weights: list[WrappedSite] = []
-        self.wrapped_sites: list[WrappedSite] = []
-        self._hooks: list[RemovableHandle] = []
-        self._gradient_hooks: list[RemovableHandle] = []  # hooks of resident parameters
-        self.step_gradients = StepGradients(self.refresh_resident)
-        self.steps = Steps()
+        self.blocks, self.device, self.plan = blocks, device, plan
+        self.store, self.trace = store, trace
+        self.hooks = ModelHooks(model, Tiling(plan.tiles) if plan.tiles else None)
+        self.step_gradients = StepGradients()
+        self.steps = Steps(CommitClock(plan, context.process_group))
         self.collectives = StepCollectives(context.process_group, blocks.groups)
-        self.spec = spec_of(context.shards, plan)
+        spec = spec_of(context.shards, plan)
         self.pool = HostPool(context.host_bytes, device)
         self.runner = ActionRunner(
             context,
             plan,
-            self.spec,
+            spec,
             store=store,
             pool=self.pool,
             collectives=self.collectives,
@@ -113,13 +94,13 @@ class Executor:
             overlap=plan.overlap,
             trace=trace,
             device=device,
-            net=self.spec.net,
+            net=spec.net,
             updates_on_caller=device.computes_on_cores and not device.has_own_memory,
         )
         on_device = self.runner.device_parts
         self.scheduler = ActionScheduler(
             blocks.groups,
-            self.spec,
+            spec,
             lanes=self.lanes,
             slots=(
                 SharedSlots(self.runner.slots, self.pool) if on_device is None else on_device.slots
@@ -127,7 +108,6 @@ class Executor:
             updates=UpdateOptions.of(plan, blocks),
             steps=self.steps,
         )
-        self.commit_clock = CommitClock(plan, context.process_group)
         self.collector = GradientCollector(
             blocks,
             plan,
@@ -137,19 +117,16 @@ class Executor:
             collectives=self.collectives,
             steps=self.steps,
         )
-        self.block_runner = self._make_block_runner(context, save_plans)
-        self.train_state = TrainState.of(store.meta)
-        # An additional input of every block and of the head. It requires a gradient, so autograd
-        # also calls the backward of a block whose other inputs are integers.
-        self.anchor = torch.zeros((), requires_grad=True, device=device.torch_device)
-        # The node of `anchor` in the graph. Autograd executes it if a backward computes all
-        # gradients, but not in torch.autograd.grad for selected inputs.
-        function: Any = self.anchor.view_as(self.anchor).grad_fn
-        self._anchor_node = function.next_functions[0][0]
-        # The sums of `accumulating` and the gradients of resident parameters, set aside during a
-        # backward whose gradients are not added to them.
-        self._sums_before: tuple[Any, list[torch.Tensor | None]] = None, []
-        self.extra_meta: Callable[[], dict[str, Any]] = dict
+        self.block_runner = BlockRunner(
+            blocks.groups,
+            self.scheduler,
+            self.collector,
+            _sliced_compute(context, plan, self.runner.activations, save_plans),
+            device=device,
+            guarded=self.guarded,
+            dequantised=Dequantised(blocks, self.pool, device, dtype_of(STATE_FORMATS[plan.dtype])),
+        )
+        self.anchor = Anchor(device.torch_device)
         self.clipping = Clipping(
             plan,
             scheduler=self.scheduler,
@@ -159,95 +136,35 @@ class Executor:
             steps=self.steps,
         )
         try:
-            self._take_over(model, blocks)
+            self.hooks.install(
+                self,
+                before_forward=self._enter,
+                after_resident_gradient=self._got_resident_gradient,
+            )
+            self.record = RunRecord(model, plan, store=store, device=device, groups=groups)
         except BaseException:
             self.close()
             raise
-        self.buffers = ChangedBuffers(model, store.meta)  # the buffers on the compute device
-
-    def _make_block_runner(self, context: PlanContext, save_plans: SavePlans) -> BlockRunner:
-        blocks, plan, device = self.blocks, self.plan, self.device
-        compute = SlicedCompute(
-            device,
-            micro_batch=plan.micro_batch,
-            activations=self.runner.activations,
-            save_plans=save_plans,
-            compiled=Compiled(None if plan.tiles else context.backend, sites=len(blocks.sites)),
-        )
-        return BlockRunner(
-            blocks.groups,
-            self.scheduler,
-            self.collector,
-            compute,
-            device=device,
-            guarded=self.guarded,
-            dequantised=Dequantised(blocks, self.pool, device, dtype_of(STATE_FORMATS[plan.dtype])),
-        )
-
-    def _take_over(self, model: nn.Module, blocks: Blocks) -> None:
-        """Replace the forward of the model's blocks; they run from the store until `close`."""
-        if blocks.resident:
-            cached = [
-                (blocks.groups[number], flat) for number, flat in self.runner.host_cache.resident()
-            ]
-            self.resident = Resident(
-                model,
-                groups=cached,
-                refs=blocks.resident,
-                torch_device=self.device.torch_device,
-                process_group=self.process_group,
-                step=self.step_gradients,
-            )
-            for parameter in self.resident.parameters:
-                takes_gradient = parameter.requires_grad
-                parameter.requires_grad_()  # A frozen parameter would refuse the hook.
-                hook = parameter.register_post_accumulate_grad_hook(self._got_resident_gradient)
-                parameter.requires_grad_(takes_gradient)
-                self._gradient_hooks.append(hook)
-        move_buffers(model, self.device.torch_device)
-        placeholders = install_placeholders(
-            model, blocks, self.device.torch_device, self.step_gradients
-        )
-        in_memory = {} if self.resident is None else self.resident.by_tensor
-        self.watched = WatchedParameters(model, blocks.by_key, {**placeholders, **in_memory})
-        self.collector.watched = self.watched
-        for number, site in enumerate(blocks.sites):
-            wrapped = WrappedSite(self, number, site, model.get_submodule(site.name))
-            self.wrapped_sites.append(wrapped)
-        for module in {id(module): module for module in (model, base_of(model))}.values():
-            self._hooks.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
-
-    @contextmanager
-    def without_hooks(self) -> Iterator[None]:
-        """Temporarily remove LoHan's hooks from the model. All other hooks stay."""
-        modules = {id(module): module for module in (self.model, base_of(self.model))}.values()
-        before = [(module, dict(module._forward_pre_hooks)) for module in modules]
-        for hook in self._hooks:
-            for module in modules:
-                module._forward_pre_hooks.pop(hook.id, None)
-        try:
-            yield
-        finally:
-            for module, hooks in before:
-                module._forward_pre_hooks.update(hooks)
+        self.collector.watched = self.hooks.watched
+        self.step_gradients.refresh = self.refresh_resident
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self.enter_forward()
         if self.device.torch_device.type == "cpu":
             return None
         moved = to_device(self.device, (args, kwargs))
-        if self.inputs_moved is not None:
-            self.inputs_moved(kwargs, moved[1])
+        if self.hooks.inputs_moved is not None:
+            self.hooks.inputs_moved(kwargs, moved[1])
         return moved
 
     def refresh_resident(self) -> None:
         """Copy the values of the last step to the resident parameters, if these are outdated."""
-        if self.resident is None or RESIDENT not in self.numbers or self._resident_current:
+        resident = self.hooks.resident
+        if not resident.outdated:
             return
         with self.guarded():
-            self.scheduler.wait_updated(self.numbers[RESIDENT])
-        self.resident.copy_updated()
-        self._resident_current = True
+            self.scheduler.wait_updated(self.collector.numbers[RESIDENT])
+        resident.copy_updated()
 
     def enter_forward(self) -> None:
         """Prepare a call of the model.
@@ -255,25 +172,24 @@ class Executor:
         Resident parameters get the values of the last step, and changes that user code has
         made to parameters are applied.
         """
-        self._roll_back_unfinished()
+        self.roll_back_unfinished()
         self.refresh_resident()
         if torch.is_grad_enabled():
-            self.watched.check()
-            for wrapped in self.wrapped_sites:
+            self.hooks.watched.check()
+            for wrapped in self.hooks.wrapped_sites:
                 wrapped.refresh()
-            self.forward_began_s, self.inference_began_s = time.perf_counter(), math.inf
+            self.trace.begin_forward()
         else:
-            self.inference_began_s = min(self.inference_began_s, time.perf_counter())
             self.trace.begin_inference()
             with self.guarded():
                 self.scheduler.enter_inference()
 
-    def _roll_back_unfinished(self) -> None:
+    def roll_back_unfinished(self) -> None:
         """Roll back a step whose backward failed outside LoHan before it finished."""
         self._check_usable()
         if self.in_backward:
-            if self.process_group.several:
-                self.process_group.abort()
+            if self.collectives.process_group.several:
+                self.collectives.process_group.abort()
                 raise RankError(
                     "the last backward did not finish, and the other ranks wait in it; resume the "
                     "run with all its ranks"
@@ -291,24 +207,24 @@ class Executor:
         self._check_usable()
         if not self.in_backward:
             if wanted is None:
-                wanted = torch._C._will_engine_execute_node(self._anchor_node)
+                wanted = self.anchor.is_executed()
             if not wanted:
-                grads = [] if self.resident is None else self.resident.swap_gradients([])
-                self._sums_before = self.collector.accumulated, grads
-                self.collector.accumulated = UnwantedGradients()
+                self.collector.accumulated = UnwantedGradients(
+                    self.collector.accumulated, self.hooks.resident.swap_gradients([])
+                )
             elif not self.step_gradients.updates:
-                self._keep_gradients()
+                self._check_unscaled()
+                self.collector.accumulated = KeptGradients(self.hooks.watched, self.blocks.groups)
             self._begin_backward()
-            hooked = self.collector.hooked = self.watched.hooked()
-            if hooked:
-                self._check_hooks(next(iter(hooked.values())).label[0])
+            ranks = self.collectives.process_group.world
+            hooked = self.collector.hooked = self.hooks.watched.hooked(ranks)
             whole = self.collector.accumulated is None
             finish = self.on_backward_done if whole else self._on_part_done
             torch.autograd.Variable._execution_engine.queue_callback(finish)
             self.runner.pending.squares = {}
-            repeatable = self.buffers.unchanged and not hooked
+            repeatable = self.record.buffers.unchanged and not hooked
             self.scheduler.schedule_backward(
-                self._scalars(self.clipping.known_factor),
+                self.record.scalars(self.clipping.known_factor),
                 whole=whole,
                 speculate=self.clipping.skips_norm_wait(repeatable=repeatable),
             )
@@ -325,24 +241,6 @@ class Executor:
             with self.guarded():
                 self.enter_backward(wanted=True)
 
-    @property
-    def _unscale_divisor(self) -> float:
-        """The number that divides gradients before clipping: loss scale times averaged ranks."""
-        return self.train_state.loss_scale * self.mean_over
-
-    @property
-    def grad_norm(self) -> float | None:
-        """The global gradient norm of the last step, or None if no update needs it."""
-        return self.clipping.norm
-
-    def _scalars(self, clip_factor: float) -> StepScalars:
-        return StepScalars(
-            groups=self.groups.at(self.train_state.step),
-            update=self.train_state.updates + 1,
-            grad_multiplier=clip_factor / self._unscale_divisor,
-            missed_updates=self.train_state.missed_updates,
-        )
-
     @contextmanager
     def accumulating(self) -> Iterator[None]:
         """Sum the gradients of all backward calls in the `with` body; then run one step."""
@@ -351,20 +249,20 @@ class Executor:
                 "accumulate: gradients are already being added up; one `with session.accumulate()` "
                 "is one step, and the next begins after it"
             )
-        self._roll_back_unfinished()
-        step = self.train_state.step
+        self.roll_back_unfinished()
+        step = self.record.train_state.step
         sums = self.collector.accumulated = Accumulated(self.blocks.groups, self.pool)
         try:
             yield
-            self._roll_back_unfinished()
-            if sums.numbers() or (self.resident is not None and self.resident.has_gradients):
+            self.roll_back_unfinished()
+            if sums.numbers() or self.hooks.resident.has_gradients:
                 self._begin_backward()
                 with self.guarded():
-                    self.scheduler.schedule_backward(self._scalars(1.0), whole=False)
+                    self.scheduler.schedule_backward(self.record.scalars(1.0), whole=False)
                 self.on_backward_done()
         except BaseException:
-            if self.train_state.step == step and self.resident is not None:
-                self.resident.drop_gradients()
+            if self.record.train_state.step == step:
+                self.hooks.resident.drop_gradients()
             raise
         finally:
             sums.close()
@@ -384,57 +282,37 @@ class Executor:
 
     def _end_backward_without_step(self) -> None:
         """Restore the previous target of gradients after a backward that was not part of a step."""
-        if isinstance(self.collector.accumulated, UnwantedGradients):
-            self.collector.accumulated, grads = self._sums_before
-            self._sums_before = None, []
-            if self.resident is not None:
-                self.resident.swap_gradients(grads)
-        elif isinstance(self.collector.accumulated, KeptGradients):
+        target = self.collector.accumulated
+        if isinstance(target, UnwantedGradients):
+            self.collector.accumulated = target.target_before
+            self.hooks.resident.swap_gradients(target.resident_before)
+        elif isinstance(target, KeptGradients):
             self.collector.accumulated = None
 
-    def _keep_gradients(self) -> None:
-        """Let this backward add its gradients to `.grad` instead of running a step.
-
-        With several ranks or a loss scale, this raises LohanError.
-        """
-        if self.process_group.several or self._unscale_divisor != 1.0:
-            what = "fp16" if self.plan.dtype == "fp16" else f"{self.process_group.world} ranks"
+    def _check_unscaled(self) -> None:
+        """Raise LohanError if a backward without a step would scale or sum its gradients."""
+        group = self.collectives.process_group
+        if group.several or self.record.unscale_divisor != 1.0:
+            what = "fp16" if self.plan.dtype == "fp16" else f"{group.world} ranks"
             raise LohanError(
                 f"backward outside training, with {what}: gradients would be scaled or summed for "
                 "an update that does not follow; train with train(), or compute gradients of a "
                 "model that is loaded from a save_pretrained folder"
             )
-        self.collector.accumulated = KeptGradients(self.watched, self.blocks.groups)
-
-    def _check_hooks(self, name: str) -> None:
-        if self.process_group.several:
-            raise ModelError(
-                f"{name} has a gradient hook, but no rank has its whole gradient: "
-                f"{self.process_group.world} ranks share it; train on one rank, or remove the hook"
-            )
-
-    def read_weight(self, name: str) -> torch.Tensor:
-        """Return a copy of a parameter's current values, by its name in the store."""
-        self._roll_back_unfinished()
-        key, index = self._place_of(name)
-        wrapped = next(site for site in self.wrapped_sites if key in site.site.groups)
-        weights = self.block_runner.weights(wrapped, training=False)
-        with self.scheduler.reading(), weights as tensors, self.device.computing():
-            return tensors[key][index].detach().clone()
 
     def add_gradient(
         self, name: str, label: str, grad: torch.Tensor, *, step: int | None, wanted: bool
     ) -> None:
         """Add the gradient of a parameter whose values were read outside a call of its block."""
-        key, index = self._place_of(name)
+        key, index = self.hooks.watched.place_of(name)
         with self.guarded():
-            if step != self.train_state.step:
+            if step != self.record.train_state.step:
                 raise LohanError(
                     f"{label}: this loss depends on values from before the last step, and the "
                     "weights have changed since; compute the loss again"
                 )
             self.enter_backward(wanted=wanted)
-            if self.collector.is_handed_over(self.numbers[key]):
+            if self.collector.is_handed_over(self.collector.numbers[key]):
                 raise ModelError(
                     f"the loss depends on {label}, which was read before its block was called, so "
                     "its gradient comes after the block's update; read it after the model's "
@@ -443,33 +321,32 @@ class Executor:
                 )
             # With several ranks or in fp16, the gradients of the model's loss are scaled, so scale
             # this one too.
-            factor = self._unscale_divisor / self.process_group.world
+            factor = self.record.unscale_divisor / self.collectives.process_group.world
             self.collector.add_outside(key, index, grad if factor == 1.0 else grad * factor)
-
-    def _place_of(self, name: str) -> tuple[str, int]:
-        return next(place for place, p in self.watched.parameters.items() if p.stored_as == name)
 
     def on_backward_done(self) -> None:
         """Finish the step. Autograd calls this at the end of backward."""
         with self.guarded():
             resident: dict[int, GroupGrads] = {}
-            if self.resident is not None and RESIDENT in self.numbers:
-                resident[self.numbers[RESIDENT]] = self.resident.take_gradients()
+            if RESIDENT in self.collector.numbers:
+                number = self.collector.numbers[RESIDENT]
+                resident[number] = self.hooks.resident.take_gradients()
             self.collector.finish_rest(resident)
             self.scheduler.backward_done()
             step = self.steps.current
             gated = self.clipping.gate is Gate.NORM
             unsummed = self.scheduler.wait_for_squares() if gated else ()
-            decision = self.clipping.resolve_step(self._unscale_divisor, unsummed=unsummed)
+            decision = self.clipping.resolve_step(self.record.unscale_divisor, unsummed=unsummed)
             if decision is Decision.RERUN:
                 assert self.clipping.norm is not None
                 self.steps.run_again(Factor(step.factor, self.clipping.norm))
                 self._reset_step()
                 return
             skipped = decision is Decision.SKIP
-            scalars = None if skipped else self._scalars(step.factor)
-            self._count_step(step, scalars)
-            next_commits = self.commit_clock.after_step(commits=step.commits)
+            scalars = None if skipped else self.record.scalars(step.factor)
+            absent = () if skipped else self.collector.absent()
+            step.meta = self.record.count(scalars, absent=absent)
+            next_commits = self.steps.clock.after_step(commits=step.commits)
             if scalars is not None:
                 self.steps.ending.append(step)
                 if self.runner.logged is not None:
@@ -482,24 +359,6 @@ class Executor:
             self._reset_step()
             self.step_gradients.consumed = True
 
-    def _count_step(self, step: Step, scalars: StepScalars | None) -> None:
-        """Count a step, and collect the metadata for its commit."""
-        committed, recorded = self.store.meta, dict[str, Any]()
-        if scalars is None:
-            self.train_state = self.train_state.overflowed()
-        else:
-            scaled = self.plan.dtype == "fp16"
-            absent = self.collector.absent()
-            self.train_state = self.train_state.updated(scaled=scaled, absent=absent)
-            recorded = {META_KEY: self.groups.to_json(scalars.groups)}
-        step.meta = {
-            **committed,
-            **recorded,
-            **self.train_state.to_meta(self.device.random_state()),
-            **self.buffers.to_meta(),
-            **self.extra_meta(),
-        }
-
     def _skip(self, step: Step) -> None:
         """End a step that changes no weight."""
         self.runner.pending.clear()
@@ -508,7 +367,7 @@ class Executor:
             self.store.commit(step.meta, advance=False)
         else:
             if self.runner.logged is not None:
-                self.store.commit_logged_meta(step.meta)
+                self.store.commit_logged(step.meta, None)
             self.steps.uncommitted = step.meta
             if step.commits:
                 self._commit_uncommitted()
@@ -518,14 +377,14 @@ class Executor:
         self.collector.sink.end_period()
         self._end_backward_without_step()
         self.step_gradients.in_backward = False
-        self._resident_current = False
+        self.hooks.resident.outdated = RESIDENT in self.collector.numbers
 
     def flush(self) -> None:
         """Wait until the updates of every finished step are done.
 
         Steps that commit are then durable.
         """
-        self._roll_back_unfinished()
+        self.roll_back_unfinished()
         with self.guarded():
             self.scheduler.drain()
 
@@ -534,7 +393,7 @@ class Executor:
         self.flush()
         with self.guarded():
             self._commit_uncommitted()
-            self.commit_clock.committed()
+            self.steps.clock.committed()
 
     def _commit_uncommitted(self) -> None:
         """Commit the last step if it has ended without a commit."""
@@ -550,8 +409,8 @@ class Executor:
         try:
             yield
         except BaseException:
-            if self.process_group.several:  # Note [an error on one rank]
-                self.process_group.abort()
+            if self.collectives.process_group.several:  # Note [an error on one rank]
+                self.collectives.process_group.abort()
             else:
                 self.abort_step()
             raise
@@ -561,14 +420,9 @@ class Executor:
         """True while a backward is running."""
         return self.steps.current.state is State.BACKWARD
 
-    @property
-    def lost(self) -> bool:
-        """True if a roll-back did not complete, which leaves the weights in memory inconsistent."""
-        return bool(self._lost)
-
     def _check_usable(self) -> None:
-        if self._lost:
-            raise StoreError(f"{self._lost}; close the session and resume")
+        if self.lost:
+            raise StoreError(f"{self.lost}; close the session and resume")
 
     def abort_step(self) -> None:
         """Restore the last committed step after an error.
@@ -576,7 +430,7 @@ class Executor:
         Until this has succeeded, only `close` is possible, because memory may contain
         weights of two steps.
         """
-        self._lost = "the roll-back of a step that failed was interrupted"
+        self.lost = "the roll-back of a step that failed was interrupted"
         newest_step = 0  # The last of the steps whose backward has returned.
         try:
             if self.steps.ending or self.steps.uncommitted is not None:
@@ -592,26 +446,26 @@ class Executor:
             self.store.discard()
             if self.runner.activation_spill is not None:
                 self.runner.activation_spill.discard_in_flight()
-            if self.store.status is Status.FAILED:
-                self._lost = f"a step failed, and the store cannot go on: {self.store.cause}"
+            if self.store.health.status is Status.FAILED:
+                self.lost = f"a step failed, and the store cannot go on: {self.store.health.cause}"
             else:
                 self.runner.load_host_cached()
                 self.runner.recover_log()
-                self._lost = ""
+                self.lost = ""
         except LohanError as error:
-            self._lost = f"a step failed, and rolling it back failed too ({error})"
+            self.lost = f"a step failed, and rolling it back failed too ({error})"
         self.runner.forget()
         self.steps.forget()
-        if self.resident is not None:
-            self.resident.drop_gradients()
-        self.train_state = TrainState.of(self.store.meta)
-        lost = max(0, newest_step - self.train_state.step)
+        self.hooks.resident.drop_gradients()
+        self.record.restore()
+        step = self.record.train_state.step
+        lost = max(0, newest_step - step)
         self._reset_step()
-        self.commit_clock.committed()
+        self.steps.clock.committed()
         if lost:
             warnings.warn(
                 f"a step failed, which also undoes {counted(lost, 'step')} that had not been "
-                f"committed; training continues after step {self.train_state.step}",
+                f"committed; training continues after step {step}",
                 stacklevel=2,
             )
 
@@ -619,9 +473,38 @@ class Executor:
         """Restore the modules' own forwards, and stop the lanes."""
         self.step_gradients.refresh = lambda: None  # Parameters outlive the executor.
         self.step_gradients.consumed = False
-        for hook in (*self._hooks, *self._gradient_hooks):  # The hooks refer to the executor.
-            hook.remove()
-        for wrapped in self.wrapped_sites:
-            wrapped.remove()
+        self.hooks.remove()  # The hooks refer to the executor.
         self.lanes.close()
         self.runner.close()
+
+
+class Anchor:
+    """An additional input of every block and of the head.
+
+    It requires a gradient, so autograd also calls the backward of a block whose other inputs are
+    integers.
+    """
+
+    def __init__(self, torch_device: torch.device) -> None:
+        self.tensor = torch.zeros((), requires_grad=True, device=torch_device)
+        # The node of the tensor in the graph. Autograd executes it if a backward computes all
+        # gradients, but not in torch.autograd.grad for selected inputs.
+        function: Any = self.tensor.view_as(self.tensor).grad_fn
+        self._node = function.next_functions[0][0]
+
+    def is_executed(self) -> bool:
+        """Return whether the backward that is running computes the gradients of all parameters."""
+        return bool(torch._C._will_engine_execute_node(self._node))
+
+
+def _sliced_compute(
+    context: PlanContext, plan: Plan, activations: ActivationHooks, save_plans: SavePlans
+) -> SlicedCompute:
+    backend = None if plan.tiles else context.backend
+    return SlicedCompute(
+        context.device,
+        micro_batch=plan.micro_batch,
+        activations=activations,
+        save_plans=save_plans,
+        compiled=Compiled(backend, sites=len(context.blocks.sites)),
+    )

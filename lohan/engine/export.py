@@ -6,7 +6,7 @@ import copy
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -29,9 +29,12 @@ from lohan.checkpoint.hf_folder import (
 )
 from lohan.checkpoint.safetensors import ReadFlat
 from lohan.checkpoint.sources import Saved
-from lohan.checkpoint.store_io import store_reader
+from lohan.checkpoint.store_io import gathering_reader, store_reader
 from lohan.model.state import STATE_FORMATS, stored_model
 from lohan.store.store import Store
+
+if TYPE_CHECKING:
+    from lohan.engine.session import Session
 
 
 def config_of(model: nn.Module | None) -> Any:
@@ -76,7 +79,7 @@ def export_store(
     `card` is the text of the model card.
     """
     stores = (store,) if isinstance(store, Store) else tuple(store)
-    held = stored_model(stores[0].meta, stores[0].regions)
+    held = stored_model(stores[0].meta, stores[0].layout.regions)
     source = read or store_reader(*stores, ema=ema)
     adapter = model if model is not None and is_adapted(model) else None
     shapes = {
@@ -114,6 +117,18 @@ def export_store(
         card=card,
         max_shard_bytes=max_shard_bytes,
     )
+
+
+def export_session(
+    session: Session, out: str | os.PathLike[str], *, ema: bool = False, **how: Any
+) -> Path:
+    """Commit and export the last step, as `export_store` does for a store."""
+    session.commit()
+    group, folder = session.process_group, Path(out)
+    with group.all_or_none(), gathering_reader(group, session.store, ema=ema) as read:
+        if read is not None:
+            folder = export_store(session.store, out, model=session.model, read=read, **how)
+    return folder
 
 
 def export_merged(

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from lohan.device.base import Device, Event
 from lohan.engine.buffers import HostPool
 from lohan.model.layout import FlatGroup
-from lohan.model.state import FLOAT, chunks, gradient_key
+from lohan.model.state import FLOAT, Chunk, chunks, gradient_key
 from lohan.store.io_engine import Buffer
-from lohan.store.store import Store, Ticket
+from lohan.store.store import Store
+from lohan.store.transfers import Ticket
 from lohan.util.units import PAGE, align_up
 
 GroupGrads = Mapping[int, torch.Tensor]  # index of the tensor in its group -> gradient
-
-if TYPE_CHECKING:
-    pass
 
 
 DOUBLE = 8  # bytes of a number in double precision
@@ -215,6 +212,21 @@ class GradientOffload:
             self.release(number)
 
 
+def widest_dtype(grads: GroupGrads) -> torch.dtype:
+    """Return the dtype of all gradients, or fp32 if they differ or there are none."""
+    dtypes = {grad.dtype for grad in grads.values()}
+    return dtypes.pop() if len(dtypes) == 1 else torch.float32
+
+
+def pack_chunk(flat: torch.Tensor, chunk: Chunk, grads: GroupGrads) -> None:
+    """Copy the gradients of one chunk of a group into a flat tensor."""
+    for own_range in chunk.ranges:
+        grad = grads.get(own_range.tensor)
+        if grad is not None:
+            part = grad.view(-1)[own_range.start : own_range.stop]
+            flat[own_range.at : own_range.at + len(part)] = part
+
+
 class GradientSpill:
     """Held gradients on SSD, and the staging buffers for their transfers.
 
@@ -240,16 +252,10 @@ class GradientSpill:
         self, number: int, chunk: int, buffer: int, grads: Mapping[int, torch.Tensor]
     ) -> Ticket:
         """Pack one chunk of a group's gradients in their widest dtype, and submit its write."""
-        dtypes = {grad.dtype for grad in grads.values()} or {torch.float32}
-        dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+        dtype = widest_dtype(grads)
         self._spilled[number] = (dtype, frozenset(grads))
         cut = self._chunks[number][chunk]
-        flat = self._buffers[buffer].tensor(dtype)
-        for own_range in cut.ranges:
-            grad = grads.get(own_range.tensor)
-            if grad is not None:
-                part = grad.view(-1)[own_range.start : own_range.stop]
-                flat[own_range.at : own_range.at + len(part)] = part
+        pack_chunk(self._buffers[buffer].tensor(dtype), cut, grads)
         data = self._bytes_of(number, chunk, buffer)
         return self._store.write(gradient_key(self._groups[number]), chunk, data)
 

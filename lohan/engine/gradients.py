@@ -386,7 +386,7 @@ class GradientCollector:
         self.sink = GradientSink()
         self._blocks, self._scheduler, self._pending = blocks, scheduler, pending
         self._offload, self._collectives = gradient_offload, collectives
-        self._numbers = {group.key: number for number, group in enumerate(blocks.groups)}
+        self.numbers = {group.key: number for number, group in enumerate(blocks.groups)}
         # The leaf for each parameter view, by id of the view. Both live as long as their slot.
         self._leaves: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         # The target of gradients if backward is not a step, or only a part of one; otherwise None.
@@ -440,9 +440,9 @@ class GradientCollector:
                 if key not in over:
                     group = self._blocks.by_key[key]
                     self._offload.set_aside(
-                        self._numbers[key], group, self.sink.take(key), wait=self._waits_aside
+                        self.numbers[key], group, self.sink.take(key), wait=self._waits_aside
                     )
-        finished = [self._numbers[key] for key in over if not self._blocks.by_key[key].frozen]
+        finished = [self.numbers[key] for key in over if not self._blocks.by_key[key].frozen]
         if self.accumulated is not None:
             for number in finished:
                 grads = self.sink.take(self._blocks.groups[number].key)
@@ -515,7 +515,7 @@ class GradientCollector:
         """Fetch the gradients that were set aside, because a block is about to add to them."""
         if self._offload is not None:
             for key in keys:
-                if grads := self._offload.fetch_aside(self._numbers[key]):
+                if grads := self._offload.fetch_aside(self.numbers[key]):
                     self.sink.add_scaled(key, grads, factor=1.0)
 
     def accumulate_rest(self) -> None:
@@ -548,7 +548,7 @@ class GradientCollector:
     def _waiting(self) -> list[int]:
         """Return the groups whose gradients have not been handed over."""
         aside = {} if self._offload is None else self._offload.aside
-        waiting = [self._numbers[key] for key in self.sink.waiting()]
+        waiting = [self.numbers[key] for key in self.sink.waiting()]
         return waiting + [
             n for n in aside if n not in self.steps.current.gradients and n not in waiting
         ]

@@ -272,10 +272,10 @@ class SlicedHead:
         self.on_logits: OnLogits | None = None
         # The labels of the batch that is being passed to the model.
         self._shifted_labels: ShiftedLabels | None = None
-        executor.inputs_moved = self._read_labels
+        executor.hooks.inputs_moved = self._read_labels
         head = model.get_output_embeddings()  # type: ignore[operator]
         self.wrapped: WrappedSite | None = next(
-            (r for r in executor.wrapped_sites if r.module is head), None
+            (r for r in executor.hooks.wrapped_sites if r.module is head), None
         )
         self._original: Callable[..., Any] = model.forward
         self._removed = False
@@ -303,7 +303,7 @@ class SlicedHead:
             head.forward != self._head_forward
             or getattr(self.model, "loss_function", None) != self._loss_function
         )
-        if changed and self.executor.process_group.several:
+        if changed and self.executor.collectives.process_group.several:
             raise ModelError(
                 f"the loss_function of {type(self.model).__name__}, or the forward of its head, "
                 "was replaced after the model was attached, which several processes cannot "
@@ -368,8 +368,9 @@ class SlicedHead:
             object.__setattr__(output, "make_logits", lambda: self._logits(hidden))
             return output
         rest = self._rest(out, args, kwargs)
-        scale = self.executor.train_state.loss_scale
-        extra = rest.loss / (1 if self.ranks_apart else self.executor.process_group.world)
+        scale = self.executor.record.train_state.loss_scale
+        ranks = 1 if self.ranks_apart else self.executor.collectives.process_group.world
+        extra = rest.loss / ranks
         value = extra.detach()
         rest.loss = loss + self._over_ranks(value) + scale * (extra - value)
         return rest
@@ -418,7 +419,7 @@ class SlicedHead:
         total = float(targets) if shifted.count is None else shifted.count
         if torch.is_grad_enabled():
             return _HeadFunction.apply(
-                self, rows, following, total, logp_loss, self.executor.anchor, hidden
+                self, rows, following, total, logp_loss, self.executor.anchor.tensor, hidden
             )
         if logp_loss is not None:
             return self.run_logp_loss(hidden, rows, following, logp_loss, grad=False)[0]
@@ -441,7 +442,7 @@ class SlicedHead:
         losses = []
         step = self.executor.plan.head_tokens
         starts = range(0, len(rows), step)
-        scale = self.executor.train_state.loss_scale / total
+        scale = self.executor.record.train_state.loss_scale / total
         with self._weights(grad=grad, parts=len(starts)), self.executor.device.computing():
             d_flat = torch.zeros_like(flat) if grad else None
             for start in starts:
@@ -480,7 +481,7 @@ class SlicedHead:
         flat = hidden.detach().reshape(-1, hidden.shape[-1])
         step = self.executor.plan.head_tokens
         slices = rows.split(step) if len(rows) else ()
-        scale = self.executor.train_state.loss_scale
+        scale = self.executor.record.train_state.loss_scale
 
         def losses(
             x: torch.Tensor, part: torch.Tensor, on_logits: OnLogits | None = None

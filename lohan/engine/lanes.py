@@ -156,8 +156,177 @@ class Runner(Protocol):
     def run(self, action: Action, scalars: Any) -> None: ...
 
 
+class Progress:
+    """The actions that have finished, and the first error of any lane."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self.changed = threading.Condition()  # notified when an action has finished or failed
+        self.finished = 0  # actions
+        self.error: BaseException | None = None
+        self._history: deque[Action] = deque(maxlen=HISTORY_ACTIONS)
+
+    def finish(self, job: Job, start_s: float, stop_s: float | None = None) -> None:
+        """Record that a job has ended at `stop_s` (by default, at the time of the call)."""
+        stop_s = time.perf_counter() if stop_s is None else stop_s
+        self._trace.add(Span(job.action.lane, job.action.name, start_s, stop_s))
+        self._history.append(job.action)
+        self.finished += 1
+        job.waits = []  # Otherwise, every job would keep all earlier jobs alive.
+        with self.changed:
+            job.done.set()
+            self.changed.notify_all()
+
+    def fail(self, action: Action, error: BaseException) -> None:
+        if self.error is None:
+            before = " ".join(action.token() for action in self._history) or "nothing"
+            error.add_note(
+                f"lane {action.lane}, action {action.token()}; finished before it: {before}"
+            )
+            self.error = error
+        with self.changed:
+            self.changed.notify_all()
+
+    def raise_if_failed(self) -> None:
+        error = self.error
+        if error is not None:
+            raise error
+
+    def clear(self) -> None:
+        self._history.clear()
+        self.error = None
+
+
+class LaneThreads:
+    """The threads of the lanes except compute, and their queues."""
+
+    def __init__(self, runner: Runner, device: Device, progress: Progress) -> None:
+        self._runner, self._device, self._progress = runner, device, progress
+        self._queues: dict[str, Queue] = {}
+        self._threads: list[threading.Thread] = []
+        self._closed = False
+        self._cancelled_from: int | None = None  # number of the first job that must not begin
+        # the cancelled actions that lanes have taken from their queues
+        self._cancelled: list[Action] = []
+        self._clock, self._computed_s = DeviceClock(device), 0.0
+
+    def start(self, *, updates: bool, net: bool) -> None:
+        """Start the threads, unless they run; `updates` states whether the optimizer has one."""
+        if self._threads:
+            return
+        bodies: dict[str, Callable[[Any], None]] = {"ssd": self._submit}
+        if updates:
+            bodies["optimizer"] = self._run
+        if self._device.has_own_memory:
+            moving = (*LINK, "net") if net else LINK
+            bodies |= {lane: self._run for lane in moving} | {"compute": self.finish_compute}
+        bodies["done"] = self._complete  # It is last, because the other lanes are joined before it.
+        for lane in bodies:
+            self._queues[lane] = Queue()
+        for lane, body in bodies.items():
+            thread = threading.Thread(
+                target=self._loop, args=(lane, body), name=f"lohan-{lane}", daemon=True
+            )
+            thread.start()
+            self._threads.append(thread)
+
+    def put(self, lane: str, item: Any) -> None:
+        self._queues[lane].put(item)
+
+    def cancel_from(self, number: int) -> None:
+        """Let no job with this number or a higher one begin, until `join`."""
+        self._cancelled_from = number
+
+    def join(self, timeout_s: float) -> list[Action]:
+        """Wait until all queues are empty, and return the actions cancelled since `cancel_from`."""
+        for queue in self._queues.values():
+            queue.join(timeout_s)
+        self._cancelled_from = None
+        cancelled, self._cancelled = self._cancelled, []
+        return cancelled
+
+    def drop(self) -> None:
+        """Drop all queued jobs except submitted I/O."""
+        for queue in self._queues.values():
+            queue.drop()
+
+    def close(self, timeout_s: float) -> None:
+        self._closed = True
+        for queue in self._queues.values():
+            queue.close()
+        for thread in self._threads:
+            thread.join(timeout_s)
+
+    def _loop(self, lane: str, body: Callable[[Any], None]) -> None:
+        queue, entered = self._queues[lane], False
+        while (item := queue.take()) is not None:
+            job = item[0] if isinstance(item, tuple) else item
+            try:
+                if not entered:  # Enter lazily, so that a failure is attributed to an action.
+                    self._device.enter(lane)
+                    entered = True
+                body(item)
+            except BaseException as error:
+                self._progress.fail(job.action, error)
+                self.drop()
+            finally:
+                queue.finished()
+
+    def _ready(self, job: Job) -> bool:
+        """Wait for the actions that a job depends on, and return whether the job can run.
+
+        This may take any time, because the caller determines when compute runs. A dropped job
+        counts as done, so that later jobs need not wait for it.
+        """
+        for other in job.waits:
+            while not (self._dropped(job) or self._closed or other.done.wait(0.2)):
+                pass
+        if self._dropped(job) or self._closed:
+            self._cancelled.append(job.action)
+            job.done.set()
+            return False
+        return True
+
+    def _dropped(self, job: Job) -> bool:
+        limit = self._cancelled_from
+        return self._progress.error is not None or (limit is not None and job.number >= limit)
+
+    def _submit(self, job: Job) -> None:
+        if self._ready(job):
+            start_s = time.perf_counter()
+            self.put("done", (job, self._runner.submit(job.action), start_s))
+
+    def _complete(self, item: tuple[Job, Any, float]) -> None:
+        job, handle, start_s = item
+        if self._progress.error is not None and not handle:
+            # Nothing is in flight. In particular, a commit must not run after a failed write.
+            return
+        self._runner.complete(job.action, handle)
+        self._progress.finish(job, start_s)
+
+    def _run(self, job: Job) -> None:
+        if self._ready(job):
+            start_s = time.perf_counter()
+            self._runner.run(job.action, job.scalars)
+            self._progress.finish(job, start_s)
+
+    def finish_compute(self, item: tuple[Job, Event, ComputeStart, Event | None]) -> None:
+        """Record the time at which the device finished a compute action, by the device's clock.
+
+        Without a device clock, the action is assumed to begin when the previous one ended.
+        """
+        job, event, begun, ended = item
+        event.synchronize()
+        if begun.stamp is not None and ended is not None:
+            start_s = self._clock.at(begun.stamp, not_before_s=begun.at_s)
+            self._progress.finish(job, start_s, self._clock.at(ended, not_before_s=start_s))
+            return
+        start_s, self._computed_s = max(begun.at_s, self._computed_s), time.perf_counter()
+        self._progress.finish(job, start_s)
+
+
 class Lanes:
-    """The owner of the lanes' threads, which are driven by one caller thread."""
+    """The lanes of a run, driven by the caller's thread, which is the compute lane."""
 
     def __init__(
         self,
@@ -171,37 +340,27 @@ class Lanes:
         stall_s: float = STALL_S,
     ) -> None:
         self._device = device or CpuDevice()
-        self._moving = (*LINK, "net") if net else LINK
         # A checksum of all collectives so far, in their order, which is the same on all ranks.
         self.collectives_checksum = 0
-        self._runner, self._overlap, self._trace, self.stall_s = runner, overlap, trace, stall_s
+        self._runner, self._overlap, self._net, self.stall_s = runner, overlap, net, stall_s
+        self._progress = Progress(trace)
+        self._threads = LaneThreads(runner, self._device, self._progress)
         self._updates: deque[Job] | None = deque() if updates_on_caller and overlap else None
-        self._changed = threading.Condition()  # notified when an action has finished or failed
         self._latest: dict[str, Job] = {}
         self._compute: deque[Job] = deque()
         # without overlap: all actions in the order of the schedule
         self._in_order: deque[Job] = deque()
-        self._error: BaseException | None = None
-        self._history: deque[Action] = deque(maxlen=HISTORY_ACTIONS)
-        self._enqueued = self._finished = 0
-        self._cancelled_from: int | None = None  # number of the first job that must not begin
-        # the cancelled actions that lanes have taken from their queues
-        self._cancelled: list[Action] = []
+        self._enqueued = 0
         self._current: Job | None = None
-        self._begun, self._computed_s = ComputeStart(0.0, None), 0.0
-        self._clock = DeviceClock(self._device)
-        self.delay: Callable[[Action], None] | None = None  # tests delay lanes at random
-        self._queues: dict[str, Queue] = {}
-        self._threads: list[threading.Thread] = []
-        self._closed = False
+        self._begun = ComputeStart(0.0, None)
 
     # -- the caller's side ------------------------------------------------------------------------
 
     def enqueue(self, schedule: Schedule, scalars: Any = None) -> None:
         """Append the actions of a schedule to the queues of their lanes."""
-        self._raise_if_failed()
-        if self._overlap and not self._threads:
-            self._start_threads()
+        self._progress.raise_if_failed()
+        if self._overlap:
+            self._threads.start(updates=self._updates is None, net=self._net)
         for action in schedule:
             candidates = (self._latest.get(name) for name in action.waits)
             waits = [other for other in candidates if other and not other.done.is_set()]
@@ -217,7 +376,7 @@ class Lanes:
             elif action.lane == "optimizer" and self._updates is not None:
                 self._updates.append(job)
             elif action.lane != "compute":
-                self._queues[action.lane].put(job)
+                self._threads.put(action.lane, job)
 
     def expected(self) -> str | None:
         """Return the name of the next action of the compute lane, or None if there is none."""
@@ -246,14 +405,14 @@ class Lanes:
         if not self._device.has_own_memory:
             # Lanes use the same memory. A GPU with unified memory may still be computing.
             self._device.mark().synchronize()
-            self._finish(job, self._begun.at_s)
+            self._progress.finish(job, self._begun.at_s)
             return
         ended = self._device.stamp()
         item = job, self._device.mark(), self._begun, ended
         if self._overlap:
-            self._queues["compute"].put(item)
+            self._threads.put("compute", item)
         else:
-            self._computed(item)
+            self._threads.finish_compute(item)
 
     def wait_for(self, *names: str) -> None:
         """Wait until the latest actions with these names are done."""
@@ -286,25 +445,20 @@ class Lanes:
         compute action. Those that have begun are completed and not returned. Neither are
         actions of the caller's thread.
         """
-        self._raise_if_failed()
+        self._progress.raise_if_failed()
         self._requeue_current()
         self._finish_launched()
         first = self._compute[0].number if self._compute else self._enqueued + 1
-        self._cancelled_from = first
-        for (
-            job
-        ) in self._compute:  # Lanes that wait for a cancelled action must not wait any longer.
+        self._threads.cancel_from(first)
+        for job in self._compute:  # Lanes that wait for a cancelled action must not wait longer.
             job.done.set()
         self._compute.clear()
         if self._updates is not None:
             self._updates = deque(job for job in self._updates if job.number < first)
             self._await(list(self._updates), None)
-        for lane in self._queues:
-            self._queues[lane].join(self.stall_s)
-        self._raise_if_failed()
+        cancelled = self._threads.join(self.stall_s)
+        self._progress.raise_if_failed()
         self._latest.clear()
-        self._cancelled_from = None
-        cancelled, self._cancelled = self._cancelled, []
         return cancelled
 
     def _requeue_current(self) -> None:
@@ -324,12 +478,10 @@ class Lanes:
 
     def reset(self) -> None:
         """Drop queued actions, complete those in flight, and clear the error."""
-        if self._error is None:
-            self._error = LohanError("the step was aborted")
-        for queue in self._queues.values():
-            queue.drop()
-        for queue in self._queues.values():
-            queue.join(self.stall_s)
+        if self._progress.error is None:
+            self._progress.error = LohanError("the step was aborted")
+        self._threads.drop()
+        self._threads.join(self.stall_s)
         with suppress(LohanError, RuntimeError):  # An aborted block may have launched work.
             self._device.mark().synchronize()
         self._compute.clear()
@@ -337,36 +489,30 @@ class Lanes:
         if self._updates is not None:
             self._updates.clear()
         self._latest.clear()
-        self._current = self._cancelled_from = None
-        self._history.clear()
-        self._cancelled.clear()
-        self._error = None
+        self._current = None
+        self._progress.clear()
 
     def close(self) -> None:
-        self._closed = True
-        for queue in self._queues.values():
-            queue.close()
-        for thread in self._threads:
-            thread.join(self.stall_s)
+        self._threads.close(self.stall_s)
 
     # -- waiting ----------------------------------------------------------------------------------
 
     def _await(self, jobs: list[Job], action: Action | None) -> None:
         """Wait for jobs, and run updates that become ready meanwhile."""
         for job in jobs:
-            seen, since = self._finished, time.monotonic()
+            seen, since = self._progress.finished, time.monotonic()
             while not job.done.is_set():
-                self._raise_if_failed()
+                self._progress.raise_if_failed()
                 # Only updates run on the caller's thread, so nothing else needs to wake it.
                 if self._updates is None:
                     job.done.wait(0.2)
-                    self._raise_if_failed()
+                    self._progress.raise_if_failed()
                 elif not self._update_if_ready():
-                    with self._changed:
+                    with self._progress.changed:
                         if not job.done.is_set() and self._next_update() is None:
-                            self._changed.wait(0.2)
-                if seen != self._finished:
-                    seen, since = self._finished, time.monotonic()
+                            self._progress.changed.wait(0.2)
+                if seen != self._progress.finished:
+                    seen, since = self._progress.finished, time.monotonic()
                 elif time.monotonic() - since > self.stall_s:
                     self._fail(
                         job.action,
@@ -376,7 +522,7 @@ class Lanes:
                             "the drive or a lane hangs: check the drive, then resume"
                         ),
                     )
-        self._raise_if_failed()
+        self._progress.raise_if_failed()
 
     def _next_update(self) -> Job | None:
         """Return the first update in the caller's queue if it can run, otherwise None."""
@@ -388,38 +534,12 @@ class Lanes:
         if job is None or self._updates is None:
             return False
         self._updates.popleft()
-        if self.delay is not None:
-            self.delay(job.action)
-        self._run_now(job)
+        self._run(job)
         return True
 
-    def _raise_if_failed(self) -> None:
-        error = self._error
-        if error is not None:
-            raise error
-
     def _fail(self, action: Action, error: BaseException) -> None:
-        if self._error is None:
-            before = " ".join(action.token() for action in self._history) or "nothing"
-            error.add_note(
-                f"lane {action.lane}, action {action.token()}; finished before it: {before}"
-            )
-            self._error = error
-        for queue in self._queues.values():
-            queue.drop()
-        with self._changed:
-            self._changed.notify_all()
-
-    def _finish(self, job: Job, start_s: float, stop_s: float | None = None) -> None:
-        """Record that a job has ended at `stop_s` (by default, at the time of the call)."""
-        stop_s = time.perf_counter() if stop_s is None else stop_s
-        self._trace.add(Span(job.action.lane, job.action.name, start_s, stop_s))
-        self._history.append(job.action)
-        self._finished += 1
-        job.waits = []  # Otherwise, every job would keep all earlier jobs alive.
-        with self._changed:
-            job.done.set()
-            self._changed.notify_all()
+        self._progress.fail(action, error)
+        self._threads.drop()
 
     # -- execution without overlap -----------------------------------------------------------------
 
@@ -439,10 +559,10 @@ class Lanes:
                 self._in_order.popleft()
                 continue
             self._in_order.popleft()
-            self._run_now(job)
+            self._run(job)
 
-    def _run_now(self, job: Job) -> None:
-        start = time.perf_counter()
+    def _run(self, job: Job) -> None:
+        start_s = time.perf_counter()
         try:
             if job.action.lane == "ssd":
                 self._runner.complete(job.action, self._runner.submit(job.action))
@@ -451,88 +571,4 @@ class Lanes:
         except BaseException as error:
             self._fail(job.action, error)
             raise
-        self._finish(job, start)
-
-    # -- the threads of the lanes ------------------------------------------------------------------
-
-    def _start_threads(self) -> None:
-        bodies: dict[str, Callable[[Any], None]] = {"ssd": self._submit}
-        if self._updates is None:
-            bodies["optimizer"] = self._run_ready
-        if self._device.has_own_memory:
-            bodies |= {lane: self._run_ready for lane in self._moving} | {"compute": self._computed}
-        bodies["done"] = self._complete  # It is last, because the other lanes are joined before it.
-        for lane in bodies:
-            self._queues[lane] = Queue()
-        for lane, body in bodies.items():
-            thread = threading.Thread(
-                target=self._loop, args=(lane, body), name=f"lohan-{lane}", daemon=True
-            )
-            thread.start()
-            self._threads.append(thread)
-
-    def _loop(self, lane: str, body: Callable[[Any], None]) -> None:
-        queue, entered = self._queues[lane], False
-        while (item := queue.take()) is not None:
-            job = item[0] if isinstance(item, tuple) else item
-            try:
-                if not entered:  # Enter lazily, so that a failure is attributed to an action.
-                    self._device.enter(lane)
-                    entered = True
-                body(item)
-            except BaseException as error:
-                self._fail(job.action, error)
-            finally:
-                queue.finished()
-
-    def _ready(self, job: Job) -> bool:
-        """Wait for the actions that a job depends on, and return whether the job can run.
-
-        This may take any time, because the caller determines when compute runs. A dropped job
-        counts as done, so that later jobs need not wait for it.
-        """
-        for other in job.waits:
-            while not (self._dropped(job) or self._closed or other.done.wait(0.2)):
-                pass
-        if self._dropped(job) or self._closed:
-            self._cancelled.append(job.action)
-            job.done.set()
-            return False
-        if self.delay is not None:
-            self.delay(job.action)
-        return True
-
-    def _dropped(self, job: Job) -> bool:
-        limit = self._cancelled_from
-        return self._error is not None or (limit is not None and job.number >= limit)
-
-    def _submit(self, job: Job) -> None:
-        if self._ready(job):
-            start = time.perf_counter()
-            self._queues["done"].put((job, self._runner.submit(job.action), start))
-
-    def _complete(self, item: tuple[Job, Any, float]) -> None:
-        job, handle, start = item
-        if self._error is not None and not handle:
-            # Nothing is in flight. In particular, a commit must not run after a failed write.
-            return
-        self._runner.complete(job.action, handle)
-        self._finish(job, start)
-
-    def _run_ready(self, job: Job) -> None:
-        if self._ready(job):
-            self._run_now(job)
-
-    def _computed(self, item: tuple[Job, Event, ComputeStart, Event | None]) -> None:
-        """Record the time at which the device finished a compute action, by the device's clock.
-
-        Without a device clock, the action is assumed to begin when the previous one ended.
-        """
-        job, event, begun, ended = item
-        event.synchronize()
-        if begun.stamp is not None and ended is not None:
-            start_s = self._clock.at(begun.stamp, not_before_s=begun.at_s)
-            self._finish(job, start_s, self._clock.at(ended, not_before_s=start_s))
-            return
-        start_s, self._computed_s = max(begun.at_s, self._computed_s), time.perf_counter()
-        self._finish(job, start_s)
+        self._progress.finish(job, start_s)

@@ -17,6 +17,7 @@ import torch
 
 from lohan.checkpoint.store_io import aligned
 from lohan.engine.buffers import HostBuffer, HostPool, StepScalars, Update, replay_chunk
+from lohan.engine.gradient_transport import pack_chunk, widest_dtype
 from lohan.errors import ConfigError, StoreError
 from lohan.model.layout import FlatGroup, RankInfo
 from lohan.model.state import (
@@ -189,18 +190,12 @@ class LoggedGradients:
         self, number: int, chunk: int, buffer: int, grads: Mapping[int, torch.Tensor]
     ) -> LogTicket:
         """Pack one chunk of a group's gradients in their widest dtype, and submit its write."""
-        dtypes = {grad.dtype for grad in grads.values()} or {torch.float32}
-        dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+        dtype = widest_dtype(grads)
         group = self._groups[number]
         logged = self._appended[group.key] = LoggedGroup(dtype, frozenset(grads))
         cut = self._chunks[number][chunk]
         data = self._buffers[buffer].part(0, logged.nbytes(cut.stop - cut.start))
-        flat = data.tensor(dtype)
-        for own_range in cut.ranges:
-            grad = grads.get(own_range.tensor)
-            if grad is not None:
-                part = grad.view(-1)[own_range.start : own_range.stop]
-                flat[own_range.at : own_range.at + len(part)] = part
+        pack_chunk(data.tensor(dtype), cut, grads)
         return self.log.append(group.key, chunk, data.bytes)
 
     def close_step(self, meta: dict[str, Any], scalars: StepScalars, *, commits: bool) -> None:
@@ -300,7 +295,7 @@ def fold_log(store: Store, progress: Callable[[int, int], None] = lambda done, t
     log = store.log
     if log is None or not log.live:
         return 0
-    meta, held = store.meta, stored_model(store.meta, store.regions)
+    meta, held = store.meta, stored_model(store.meta, store.layout.regions)
     steps = [LoggedStep.of_record(entry.record, entry.segment) for entry in log.entries]
     ranks = RankInfo(stored(meta, "rank", int, 0), stored(meta, "world", int, 1))
     trained = [ranks.shard(group) for group in held.groups if not group.frozen]

@@ -28,7 +28,8 @@ from lohan.engine.buffers import HostPool
 from lohan.errors import LohanError, StoreError
 from lohan.model.workload import OFFLOAD_ALIGN
 from lohan.store.extents import Region
-from lohan.store.store import Counters, Status, Store, Ticket
+from lohan.store.store import Status, Store
+from lohan.store.transfers import Counters, Ticket
 from lohan.util.units import PAGE, MiB, align_up
 
 # size in bytes of one transfer; transfers are spread over the directories
@@ -201,7 +202,7 @@ class ActivationSpill(ActivationHooks):
     def discard_in_flight(self) -> None:
         """Wait until no I/O uses the buffers, after an error; raise StoreError if that fails."""
         self._store.discard()
-        if self._store.status is Status.FAILED:
+        if self._store.health.status is Status.FAILED:
             raise StoreError(
                 f"{self._dirs[0]}: activations in flight to or from SSD did not come back;"
                 " check the drive"

@@ -35,7 +35,8 @@ from lohan.param_groups import GroupValues
 from lohan.schedule.ops import Op
 from lohan.schedule.simulate import BytesPerParameter, bus_bytes
 from lohan.store.extents import Region
-from lohan.store.store import Store, Ticket
+from lohan.store.store import Store
+from lohan.store.transfers import Ticket
 from lohan.util.memory import host_memory_bytes
 from lohan.util.units import GiB, MiB, counted, format_bytes
 

@@ -121,8 +121,8 @@ class Replanner:
         counts. Other compute was an evaluation, a run of the step that was repeated, or a call
         whose gradients are accumulated.
         """
-        executor = self._session.executor
-        began_s, stop_s = executor.forward_began_s, executor.inference_began_s
+        trace = self._session.executor.trace
+        began_s, stop_s = trace.forward_began_s, trace.inference_began_s
         spans = [s for s in spans if s.lane != "compute" or began_s <= s.start_s < stop_s]
         why = "measured the first steps"
         stays = Decision()
@@ -164,7 +164,7 @@ class Replanner:
         try:
             self._session.follow(plan)
         except LohanError as error:
-            if self._session.planless:
+            if self._session.execution.planless:
                 raise
             return f"a new plan could not be followed, the old one goes on: {error}", False
         return f"a new plan should make steps {faster}: {_difference(old, plan)}", True
@@ -262,7 +262,8 @@ class OomGuard:
             if not is_out_of_memory(error):
                 raise
             problem = str(error).splitlines()[0]
-            if self._shrunk or not young or session.process_group.world > 1 or session.lost:
+            alone = session.process_group.world == 1
+            if self._shrunk or not young or not alone or session.execution.lost:
                 raise BudgetError(_refusal(session, problem, number)) from None
         self._shrunk = True
         before, after = session.plan, _shrunk(session)

@@ -41,6 +41,7 @@ class Resident:
         self._process_group = process_group
         # pairs of the values on the device and the slot, for the trained group
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.outdated = False  # True if the slot has newer values than the parameters, after a step
         parameters: dict[str, list[ResidentParameter]] = {RESIDENT: []}
         olds = {
             (ref.group, ref.tensor): model.get_submodule(ref.module)._parameters[ref.attribute]
@@ -69,6 +70,7 @@ class Resident:
         self.copy_updated()
 
     def copy_updated(self) -> None:
+        self.outdated = False
         with torch.no_grad():
             for current, flat in self._copies:
                 # The slot is updated only after compute has finished the step, which includes this

@@ -2,44 +2,39 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from traceback import clear_frames
 from typing import Any
 
 import torch
 from torch import nn
 
-from lohan.capture.saved_call import forget_last_weights
 from lohan.checkpoint.adapters import (
     base_of,
 )
 from lohan.checkpoint.hf_folder import (
     persistent_buffers,
 )
-from lohan.checkpoint.store_io import folder_of, gathering_reader, overwrite
+from lohan.checkpoint.store_io import folder_of
 from lohan.device.ranks import ProcessGroup
 from lohan.engine.context import PlanContext
 from lohan.engine.executor import Executor
-from lohan.engine.export import export_store
+from lohan.engine.export import export_session
 from lohan.engine.gradients import bytes_of_sums
 from lohan.engine.head import SlicedHead
+from lohan.engine.plan_execution import ExecutorAndHead, PlanExecution
 from lohan.engine.replanning import Replanner
-from lohan.engine.step import MAX_PENDING_META
 from lohan.errors import BudgetError, ConfigError, LohanError, StoreError
 from lohan.model.plan import Plan
-from lohan.param_groups import META_KEY, changed_members
 from lohan.planner.planner import PlanProblem, make_plan
 from lohan.store.admin import rewind
-from lohan.store.store import Counters
+from lohan.store.transfers import Counters
 from lohan.util.memory import return_freed_memory
 from lohan.util.units import format_bytes
-
-ExecutorAndHead = tuple[Executor, SlicedHead | None]
 
 
 def _plan_beside_sums(problem: PlanProblem, sums_bytes: int) -> Any:
@@ -67,92 +62,19 @@ class Session:
         plan: Plan,
     ) -> None:
         return_freed_memory()
-        self.model, self.context = model, context
-        # creates the executor for a plan, which runs the model from the store
-        self._make_executor = make_executor
-        self._executor: Executor | None = None
-        # With a sliced head, a call with labels returns a loss and no logits.
-        self.head: SlicedHead | None = None
-        # metadata of steps under earlier plans that was not taken yet
-        self._earlier_metas: list[dict[str, Any]] = []
-        # `stopped`: the modules of the model have their own forward again; the store may be open.
-        # `planless`: a change of plan failed, and the old plan could not be restored.
-        self.closed = self.stopped = self.planless = False
-        self._updates_in_backward = True
+        self.model, self.context, self.closed = model, context, False
+        self.execution = PlanExecution(model, context, make_executor, plan)
         self._replanner: Replanner | None = None  # created by the first call of `replan`
-        # settings of the previous executor, restored by `_start`, like those of the head below
-        self._mean_over: int | None = None
-        self._norm: float | None = None
-        self._head_settings: dict[str, Any] = {}
-        self._start(plan)
         self.store = self.executor.store
-        self._earlier_counters = Counters(0, 0)  # bytes of activations under earlier plans
-
-    def _start(self, plan: Plan) -> None:
-        """Create executor and head for a plan, with the settings of the previous executor and head.
-
-        The last norm is also kept.
-        """
-        self._executor, self.head = self._make_executor(plan)
-        if self._mean_over is not None:
-            self._executor.mean_over = self._mean_over
-        self._executor.clipping.norm = self._norm
-        self._executor.step_gradients.updates = self._updates_in_backward
-        if self.head is not None:  # User code may have changed the settings of the head.
-            for name, value in self._head_settings.items():
-                setattr(self.head, name, value)
-        self.stopped = self.planless = False
 
     @property
     def executor(self) -> Executor:
-        if self._executor is None or self.planless:
-            raise StoreError(
-                "the session has no plan: a change of plan failed, and the old plan could not be "
-                "restored; close the session and resume from the last step"
-            )
-        return self._executor
-
-    @contextmanager
-    def unhooked(self) -> Iterator[None]:
-        """Temporarily remove the forwards and hooks that LoHan has installed in the model."""
-        calls = [*(self._executor.wrapped_sites if self._executor is not None else ())]
-        modules: list[tuple[nn.Module, Any]] = [(call.module, call) for call in calls]
-        if self.head is not None:
-            modules.append((self.head.model, self.head))
-        with ExitStack() as undo:
-            if self._executor is not None:
-                undo.enter_context(self._executor.without_hooks())
-            for module, forward in modules:
-                if vars(module).get("forward") is forward:
-                    del module.forward
-                    undo.callback(setattr, module, "forward", forward)
-            yield
-
-    @contextmanager
-    def handing_over(self) -> Iterator[None]:
-        """End this session when the body has attached its model to another session.
-
-        If the body raises an error, this session continues with its plan.
-        """
-        plan = self.plan
-        self.commit()
-        self._stop()
-        try:
-            yield
-        except BaseException:
-            self._start(plan)
-            raise
-        self.close(flush=False)
+        return self.execution.executor
 
     @property
-    def host_bytes(self) -> int:
-        """The budget that the plan was made for."""
-        return self.context.host_bytes
-
-    def describe_plan(self) -> list[str]:
-        """Return the memory ledger, tier by tier, as lines of text."""
-        context = self.context
-        return self.plan.describe(host_bytes=context.host_bytes, device_bytes=context.device_bytes)
+    def head(self) -> SlicedHead | None:
+        """The sliced head, if the model has one: a call with labels returns a loss, no logits."""
+        return self.execution.head
 
     @property
     def process_group(self) -> ProcessGroup:
@@ -161,7 +83,7 @@ class Session:
 
     @property
     def step(self) -> int:
-        return self.executor.train_state.step
+        return self.executor.record.train_state.step
 
     @property
     def must_run_again(self) -> bool:
@@ -170,11 +92,6 @@ class Session:
         The training loop then has to run the same batch again; see `OffloadPolicy.run_again`.
         """
         return self.executor.clipping.must_rerun
-
-    @property
-    def lost(self) -> bool:
-        """True if a step failed and could not be rolled back."""
-        return self._executor is None or bool(self._executor.lost)
 
     def train_step(
         self, batch: Any, loss: Callable[[Any], torch.Tensor] | None = None
@@ -186,7 +103,7 @@ class Session:
         `loss`. If the step is clipped and must be run again, this method runs it again from the
         same random state.
         """
-        compute = self._loss if loss is None else loss
+        compute = partial(_own_loss, self.model) if loss is None else loss
         device = self.executor.device
         drawn = device.random_state()
         loss_value = compute(batch)
@@ -198,33 +115,10 @@ class Session:
             loss_value.backward()
         return loss_value.detach()
 
-    def _loss(self, batch: Any) -> torch.Tensor:
-        if isinstance(batch, Mapping):
-            out = self.model(**batch)
-        else:
-            out = self.model(*batch) if isinstance(batch, tuple) else self.model(batch)
-        loss = out if isinstance(out, torch.Tensor) else getattr(out, "loss", None)
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            raise ConfigError(
-                f"train_step: the output of {type(self.model).__name__} is not a loss and has "
-                "none; call it with labels, or give train_step(batch, loss=...)"
-            )
-        return loss
-
     @property
     def lr(self) -> float:
         """The learning rate of the next step, for parameters without their own group."""
-        return self.executor.groups.at(self.step).rates[0]
-
-    def changed_groups(self) -> str:
-        """Describe how parameter groups differ from those of the last committed step.
-
-        Returns an empty string if they do not. Optimizer state belongs to each parameter,
-        so such a change is allowed.
-        """
-        groups = self.executor.groups
-        now = groups.to_json(groups.at(self.step))
-        return changed_members(self.store.meta.get(META_KEY), now)
+        return self.executor.record.groups.at(self.step).rates[0]
 
     @property
     def plan(self) -> Plan:
@@ -233,10 +127,7 @@ class Session:
     @property
     def counters(self) -> Counters:
         """The bytes read from and written to SSD by the session, including activations."""
-        activation_spill = self.executor.runner.activation_spill
-        counters = [self._earlier_counters, self.store.counters]
-        counters += [activation_spill.counters] if activation_spill is not None else []
-        return Counters(sum(c.bytes_read for c in counters), sum(c.bytes_written for c in counters))
+        return self.store.counters + self.execution.activation_counters
 
     def export(
         self,
@@ -254,7 +145,8 @@ class Session:
         call this, and the first writes.
         """
         source = source_folder or folder_of(self.model)
-        return self.export_committed(
+        return export_session(
+            self,
             out,
             source_folder=source,
             dtype=dtype,
@@ -263,28 +155,13 @@ class Session:
             ema=ema,
         )
 
-    def export_committed(
-        self, out: str | os.PathLike[str], *, ema: bool = False, **how: Any
-    ) -> Path:
-        """Export the last step, as `export_store` does for a store."""
-        self.commit()
-        group, folder = self.process_group, Path(out)
-        with group.all_or_none(), gathering_reader(group, self.store, ema=ema) as read:
-            if read is not None:
-                folder = export_store(self.store, out, model=self.model, read=read, **how)
-        return folder
-
     def take_finished(self) -> list[dict[str, Any]]:
         """Return the metadata of steps that have ended since the last call, oldest first.
 
         They include steps between two commits, which are not durable yet. If this method is not
         called, only the metadata of the last few steps is kept.
         """
-        before, self._earlier_metas = self._earlier_metas, []
-        if self._executor is None:
-            return before
-        finished = self._executor.steps.ended_metas
-        return before + [finished.popleft() for _ in range(len(finished))]
+        return self.execution.take_finished()
 
     def flush(self) -> None:
         """Wait for the updates of every finished step and, if every step commits, for its commit.
@@ -293,21 +170,9 @@ class Session:
         """
         self.executor.flush()
 
-    def make_durable(self) -> None:
-        """Flush, and make the last step durable. With a log, only its gradients are written."""
-        if self.plan.log_gradients:
-            self.flush()
-        else:
-            self.commit()
-
     def commit(self) -> None:
         """Flush, and write the last step to the store. `export` and `close` call this method."""
         self.executor.commit()
-
-    @property
-    def accumulates(self) -> bool:
-        """True if a backward only adds to the sums of gradients, as inside `accumulate`."""
-        return self.executor.collector.accumulated is not None
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -318,7 +183,7 @@ class Session:
         gradients. The sums are held in host memory. If the plan leaves too little for them, the
         session continues with one that does.
         """
-        if not self.accumulates:
+        if self.executor.collector.accumulated is None:
             self.make_room_for_sums()
         with self.executor.accumulating():
             yield
@@ -349,31 +214,7 @@ class Session:
         micro-batches, pass a function that returns the plan. It is called while the model has its
         own forwards, so that they can be measured.
         """
-        old, consumed = self.plan, self.executor.step_gradients.consumed
-        self.commit()
-        moved, store = self.counters, self.store.counters
-        self._earlier_counters = Counters(
-            moved.bytes_read - store.bytes_read, moved.bytes_written - store.bytes_written
-        )
-        self._earlier_metas = self.take_finished()[-MAX_PENDING_META:]
-        self.planless = True
-        self._stop()
-        self._executor = self.head = None
-        # Modules and executor refer to each other. Free their memory before the new plan allocates.
-        gc.collect()
-        self.context.device.release_cached_memory()
-        try:
-            self._start(plan() if callable(plan) else plan)
-            self.executor.step_gradients.consumed = consumed
-        except BaseException as error:  # such as too little memory, or Ctrl-C
-            if self.process_group.several:  # Note [an error on one rank]: others may have begun
-                self.process_group.abort()
-                raise
-            clear_frames(error.__traceback__)  # Frames hold what the new plan has allocated.
-            gc.collect()
-            self.context.device.release_cached_memory()
-            self._start(old)
-            raise
+        self.execution.follow(plan)
 
     def replan(self) -> str | None:
         """Choose a better plan if the measured machine allows one. Call it after each step.
@@ -392,7 +233,7 @@ class Session:
     @property
     def grad_norm(self) -> float | None:
         """The global gradient norm of the last step, or None if no update needs it."""
-        return self.executor.grad_norm
+        return self.executor.clipping.norm
 
     @property
     def updates_in_backward(self) -> bool:
@@ -401,19 +242,11 @@ class Session:
         If False, backward leaves gradients in `.grad`, as in PyTorch, if they fit in
         memory, and updates nothing.
         """
-        return self._updates_in_backward
+        return self.execution.updates_in_backward
 
     @updates_in_backward.setter
     def updates_in_backward(self, updates: bool) -> None:
-        if updates == self._updates_in_backward:
-            return
-        if updates:
-            for parameter in self.model.parameters():
-                parameter.grad = None
-        self._updates_in_backward = updates
-        if self._executor is not None:
-            self._executor.step_gradients.updates = updates
-            self._executor.step_gradients.consumed = False
+        self.execution.update_in_backward(updates)
 
     def weight(self, name: str) -> torch.Tensor:
         """Return a copy of a parameter's current values, by its name in the model.
@@ -423,51 +256,13 @@ class Session:
         with torch.no_grad():
             return self.model.get_parameter(name).clone()
 
-    def write_weights(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Write values of parameters, given by their names in the store, and commit them.
-
-        Optimizer state is not changed.
-        """
-        if self.process_group.several:
-            raise ConfigError(
-                f"{next(iter(values), 'a parameter')} cannot be written: its values are spread "
-                f"over {self.process_group.world} ranks; load the weights before attach"
-            )
-        plan = self.plan
-        self.commit()
-        self._stop()
-        try:
-            overwrite(self.store, values)
-        finally:
-            self._start(plan)
-
     def rewind(self, target: str | os.PathLike[str]) -> None:
         """Restore weights, optimizer state and step from a snapshot of this session's store.
 
         Until this has succeeded, the store contains the current state.
         """
-        plan = self.plan
-        self.commit()
-        self._stop()
-        try:
+        with self.execution.paused():
             rewind(self.store, Path(target))
-        finally:
-            self._start(plan)
-
-    def _stop(self) -> None:
-        """Restore the original forward of the model's modules.
-
-        If this is interrupted, `close` calls it again.
-        """
-        self.stopped = True
-        if self.head is not None:
-            self._head_settings = {name: getattr(self.head, name) for name in self.head.SETTINGS}
-            self.head.remove()
-        if self._executor is not None:
-            self._mean_over = self._executor.mean_over
-            self._norm = self._executor.clipping.norm
-            self._executor.close()
-        forget_last_weights(self.model)
 
     def close(self, *, flush: bool = True) -> None:
         """Release model and store.
@@ -485,8 +280,8 @@ class Session:
             ending.callback(self.context.settings.close)
             ending.callback(self.store.close)
             ending.callback(self.context.device.close)
-            ending.callback(self._stop)
-            if flush and not self.stopped and not self.executor.lost:
+            ending.callback(self.execution.stop)
+            if flush and not self.execution.stopped and not self.executor.lost:
                 self.commit()
         self.closed = True
 
@@ -501,17 +296,28 @@ class Session:
             self.closed = True
             self.process_group.abort()
             return
+        # The steps that ended before an error are committed if the error is one of the user's own
+        # code. After Ctrl-C they are committed only if there may be many of them, that is, if
+        # commits are made by interval.
+        commits = not self.execution.stopped and not self.execution.planless
+        if commits and not isinstance(error, Exception):
+            commits = not self.plan.commit.every_step
         try:
-            self.close(flush=self._commits_after(error))
+            self.close(flush=commits)
         except LohanError as second:
             error.add_note(f"closing the session failed too: {second}")
 
-    def _commits_after(self, error: BaseException) -> bool:
-        """Return whether `close` commits the steps that ended before an error.
 
-        An error of the user's own code does not lose them. After Ctrl-C they are committed only
-        if there may be many of them, that is, if commits are made by interval.
-        """
-        if self.stopped or self._executor is None:
-            return False
-        return isinstance(error, Exception) or not self.plan.commit.every_step
+def _own_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Call the model with a batch, and return the loss in its output."""
+    if isinstance(batch, Mapping):
+        out = model(**batch)
+    else:
+        out = model(*batch) if isinstance(batch, tuple) else model(batch)
+    loss = out if isinstance(out, torch.Tensor) else getattr(out, "loss", None)
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        raise ConfigError(
+            f"train_step: the output of {type(model).__name__} is not a loss and has none; call "
+            "it with labels, or give train_step(batch, loss=...)"
+        )
+    return loss

@@ -108,11 +108,11 @@ class Step:
 
 
 class Steps:
-    """The current step, the previous step, and the steps whose end is queued but has not run."""
+    """The current step, and the steps whose end is queued but has not run."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: CommitClock) -> None:
+        self.clock = clock
         self.current = Step()
-        self.previous: Step | None = None
         self.ending: deque[Step] = deque()  # closed steps whose end is still queued
         self.ended_metas: deque[dict[str, Any]] = deque(maxlen=MAX_PENDING_META)
         # The metadata of the last step that has ended, if it is not committed.
@@ -122,7 +122,7 @@ class Steps:
     def next(self, *, commits: bool) -> None:
         """Close the current step, and begin the next one."""
         self.current.state = State.CLOSED
-        self.previous, self.current = self.current, Step(commits=commits)
+        self.current = Step(commits=commits)
 
     def run_again(self, first_run: Factor) -> None:
         """Replace the current step by a new one, which runs the same batch again."""
@@ -136,7 +136,7 @@ class Steps:
 
     def forget(self) -> None:
         """Forget all steps that are not committed, after an error."""
-        self.current, self.previous = Step(), None
+        self.current = Step()
         self.ending.clear()
         self.uncommitted, self.unfinished = None, False
 

@@ -29,7 +29,7 @@ from lohan.checkpoint.replacing import NEW, SAVED, check_joinable, joining
 from lohan.checkpoint.safetensors import STEMS, ReadFlat
 from lohan.checkpoint.sources import ModuleSource, element_ranges
 from lohan.checkpoint.store_io import overwrite, source_of, store_reader
-from lohan.engine.export import export_merged, export_store
+from lohan.engine.export import export_merged, export_session, export_store
 from lohan.engine.logged import fold_log
 from lohan.engine.session import Session
 from lohan.engine.user_code import WeightRead, read_weight, watch_torch
@@ -62,7 +62,7 @@ class StoredWeights:
     def running_session(self) -> Session | None:
         """The session if the model's blocks run from the store, otherwise None."""
         session = self.session
-        return None if session is None or session.stopped else session
+        return None if session is None or session.execution.stopped else session
 
     def read(self, parameter: AttachedParameter) -> torch.Tensor:
         """Read the values of a parameter into memory. The result is differentiable."""
@@ -98,7 +98,7 @@ class StoredWeights:
             self._writes = None
         session = self.session
         if session is not None:
-            session.write_weights(writes)
+            _write_weights(session, writes)
         elif writes:
             with self.store() as store:
                 overwrite(store, writes)
@@ -108,7 +108,7 @@ class StoredWeights:
         """Commit the last step, and yield the store, which is opened if no session has it open."""
         session = self.session
         if session is not None:
-            if not session.stopped:
+            if not session.execution.stopped:
                 session.commit()
             yield session.store
         elif self._opened is not None:
@@ -147,7 +147,7 @@ class StoredWeights:
             session.close()
             yield
         else:
-            with session.handing_over():
+            with _handing_over(session):
                 yield
 
     def current_reader(self) -> ReadFlat:
@@ -176,12 +176,44 @@ class StoredWeights:
                     "an adapter is merged by one process, this run has "
                     f"{session.process_group.world} ranks; save it and merge it with `lohan export`"
                 )
-            return session.export_committed(out, buffers=persistent_buffers(base_of(model)), **how)
+            buffers = persistent_buffers(base_of(model))
+            return export_session(session, out, buffers=buffers, **how)
         with self.store() as store:
             if merged:
                 return export_merged(self.model, store_reader(store), out, **how)
             buffers = persistent_buffers(base_of(model))
             return export_store(store, out, model=model, buffers=buffers, **how)
+
+
+def _write_weights(session: Session, values: Mapping[str, torch.Tensor]) -> None:
+    """Write values of parameters, given by their names in the store, and commit them.
+
+    Optimizer state is not changed.
+    """
+    if session.process_group.several:
+        raise ConfigError(
+            f"{next(iter(values), 'a parameter')} cannot be written: its values are spread "
+            f"over {session.process_group.world} ranks; load the weights before attach"
+        )
+    with session.execution.paused():
+        overwrite(session.store, values)
+
+
+@contextmanager
+def _handing_over(session: Session) -> Iterator[None]:
+    """End a session when the body has attached its model to another session.
+
+    If the body raises an error, the session continues with its plan.
+    """
+    plan = session.plan
+    session.commit()
+    session.execution.stop()
+    try:
+        yield
+    except BaseException:
+        session.execution.start(plan)
+        raise
+    session.close(flush=False)
 
 
 def stored_weights_of(model: nn.Module) -> StoredWeights | None:
@@ -410,7 +442,7 @@ class _Copy(_Method):
         memo |= values_of(stored, held)
         with ExitStack() as undo:
             if stored.session is not None:
-                undo.enter_context(stored.session.unhooked())
+                undo.enter_context(stored.session.execution.unhooked())
             for attributes in {
                 id(m): vars(m) for m in (stored.model, base_of(stored.model))
             }.values():

@@ -99,18 +99,28 @@ class WatchedParameters:
             "other names; change the model first, then attach it"
         )
 
-    def hooked(self) -> dict[TensorKey, OffloadedParameter]:
-        """Return the parameters whose gradient hooks LoHan runs.
+    def place_of(self, name: str) -> TensorKey:
+        """Return group and index of a parameter, by its name in the store."""
+        return next(key for key, p in self.parameters.items() if p.stored_as == name)
+
+    def hooked(self, ranks: int) -> dict[TensorKey, OffloadedParameter]:
+        """Return the parameters whose gradient hooks LoHan runs; with several ranks, refuse them.
 
         Parameters in memory are not among them, because autograd runs their hooks.
         """
         with torch._C.DisableTorchFunctionSubclass():
-            return {
+            hooked = {
                 key: parameter
                 for key, parameter in self.parameters.items()
                 if isinstance(parameter, OffloadedParameter)
                 and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
             }
+        if hooked and ranks > 1:
+            raise ModelError(
+                f"{next(iter(hooked.values())).label[0]} has a gradient hook, but no rank has its "
+                f"whole gradient: {ranks} ranks share it; train on one rank, or remove the hook"
+            )
+        return hooked
 
 
 def has_gradient_hooks(model: nn.Module) -> bool:
@@ -163,13 +173,13 @@ def run_gradient_hooks(parameter: OffloadedParameter, grad: torch.Tensor) -> tor
 
 def read_weight(executor: Executor, parameter: AttachedParameter) -> torch.Tensor:
     """Stream the current values of a parameter, in the type and on the device of its block."""
-    name = parameter.label[0]
-    if executor.process_group.several:
+    name, group = parameter.label[0], executor.collectives.process_group
+    if group.several:
         raise ModelError(
             f"parameter {name} is read outside the call of its block, but its values are spread "
-            f"over {executor.process_group.world} ranks; read what save_pretrained has written"
+            f"over {group.world} ranks; read what save_pretrained has written"
         )
-    if executor.in_backward or executor.sites_with_weights:
+    if executor.in_backward or executor.hooks.sites_with_weights:
         situation = "during backward" if executor.in_backward else "inside another block"
         raise ModelError(
             f"parameter {name} is read {situation}, when its values cannot be streamed; read it "
@@ -183,7 +193,13 @@ def read_weight(executor: Executor, parameter: AttachedParameter) -> torch.Tenso
             "streamed from the store each time",
             stacklevel=5,
         )
-    return executor.read_weight(parameter.stored_as)
+    executor.roll_back_unfinished()
+    hooks, runner = executor.hooks, executor.block_runner
+    key, index = hooks.watched.place_of(parameter.stored_as)
+    wrapped = next(site for site in hooks.wrapped_sites if key in site.site.groups)
+    weights = runner.weights(wrapped, training=False)
+    with executor.scheduler.reading(), weights as tensors, executor.device.computing():
+        return tensors[key][index].detach().clone()
 
 
 class WeightRead(torch.autograd.Function):
@@ -246,7 +262,13 @@ class KeptGradients:
 
 
 class UnwantedGradients:
-    """Discards the gradients of parameters, if backward was called for other tensors."""
+    """Discards the gradients of parameters, if backward was called for other tensors.
+
+    It keeps what was the target before, and the gradients of resident parameters.
+    """
+
+    def __init__(self, target: Any, resident_grads: list[torch.Tensor | None]) -> None:
+        self.target_before, self.resident_before = target, resident_grads
 
     def add(self, number: int, grads: Mapping[int, torch.Tensor]) -> None: ...
 

@@ -51,7 +51,7 @@ class WrappedSite:
         self.number, self.name, self.site = number, site.name, site
         self.executor = executor
         self.module = module
-        modules, groups = executor.model.get_submodule, executor.blocks.by_key
+        modules, groups = executor.hooks.model.get_submodule, executor.blocks.by_key
         self._parameters = [
             (modules(ref.module)._parameters, ref.attribute, ref.group, ref.tensor)
             for ref in site.parameters
@@ -65,13 +65,13 @@ class WrappedSite:
         self._forward: Callable[..., Any] = module.forward
         self._removed = False
         self.original: Callable[..., Any] = with_writes(module.forward)
-        if executor.tiling is not None:
-            self.original = executor.tiling.forward(module, self.original)
+        if executor.hooks.tiling is not None:
+            self.original = executor.hooks.tiling.forward(module, self.original)
         module.forward = self
 
     def refresh(self) -> None:
         """Update which parameters take a gradient, after user code has frozen or unfrozen some."""
-        frozen = self.executor.watched.frozen
+        frozen = self.executor.hooks.watched.frozen
         self._takes_grad = [
             trainable and (group, index) not in frozen
             for (_, _, group, index), trainable in zip(
@@ -90,7 +90,7 @@ class WrappedSite:
         if self._removed:  # User code has wrapped this forward before the plan changed.
             return self._forward(*args, **kwargs)
         executor = self.executor
-        if any(map(self.within, executor.sites_with_weights)):
+        if any(map(self.within, executor.hooks.sites_with_weights)):
             return self.original(*args, **kwargs)
         if not torch.is_grad_enabled():
             args, kwargs, mappings = wrap_mappings(*without_views(args, kwargs))
@@ -111,7 +111,7 @@ class WrappedSite:
                 leaves, spec = executor.block_runner.forward(self, call, backward_follows=False)
             return deliver_collected(*unflatten(leaves, spec))
         output: list[Any] = []
-        out = _BlockFunction.apply(self, call, output, executor.anchor, *inputs)
+        out = _BlockFunction.apply(self, call, output, executor.anchor.tensor, *inputs)
         leaves, spec = output
         tensors = iter(out if isinstance(out, tuple) else (out,))
         leaves = [next(tensors) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -159,12 +159,12 @@ class WrappedSite:
         for (_, _, parameter), takes in zip(others, self._takes_grad, strict=True):
             if with_graph and parameter.requires_grad != takes:
                 parameter.requires_grad_(takes)
-        self.executor.sites_with_weights.append(self)
+        self.executor.hooks.sites_with_weights.append(self)
         try:
             with swapped(others):
                 yield
         finally:
-            self.executor.sites_with_weights.remove(self)
+            self.executor.hooks.sites_with_weights.remove(self)
 
     def within(self, other: WrappedSite) -> bool:
         """Return whether this site is `other` or a part of `other`."""
@@ -323,7 +323,7 @@ class BlockRunner:
             packed = [(self._groups[n], flat) for n, flat in flats.items() if n in self._packed]
             with self._device.computing():
                 weights |= self._dequantised.views(
-                    packed, nested=bool(wrapped.executor.sites_with_weights)
+                    packed, nested=bool(wrapped.executor.hooks.sites_with_weights)
                 )
         return weights
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -13,13 +13,10 @@ from uuid import uuid4
 
 import torch
 import transformers
-from accelerate.utils import convert_to_fp32
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.overrides import TorchFunctionMode
 from transformers.trainer import (
     SCHEDULER_NAME,
-    TRAINER_STATE_NAME,
     TRAINING_ARGS_NAME,
     GreedyLR,
 )
@@ -27,13 +24,13 @@ from transformers.utils import logging
 
 from lohan.capture.placeholders import StepGradients, lacks_values
 from lohan.checkpoint.adapters import base_of
-from lohan.device.ranks import ProcessGroup, join
+from lohan.device.ranks import ProcessGroup
 from lohan.engine.attach import attach
 from lohan.engine.head import find_decoder
 from lohan.engine.session import Session
 from lohan.engine.stored_weights import save_into, stored_weights_of
 from lohan.engine.user_code import has_gradient_hooks
-from lohan.errors import BudgetError, ConfigError, DataError, ModelError, StoreError
+from lohan.errors import BudgetError, ConfigError, DataError, ModelError
 from lohan.hf.arguments import (
     LohanArguments,
     check_arguments,
@@ -42,74 +39,23 @@ from lohan.hf.arguments import (
     optimizer_name,
 )
 from lohan.hf.optimizers import TorchGroups, check_class, class_and_kwargs, unwrapped
+from lohan.hf.resumption import GROUPS_FILE, Resumption
 from lohan.hf.stores import (
     OUTPUT_DIR,
-    STATE_FOLDER,
     TRAINING,
     OutputStore,
-    end_others,
-    is_saved,
 )
-from lohan.hf.user_steps import LIBRARIES, UserSteps
+from lohan.hf.user_steps import UserSteps, is_of_library
 from lohan.optim import AdamW
-from lohan.param_groups import META_KEY
-from lohan.store.admin import describe, find_snapshot, remove, rewind, snapshot
-from lohan.store.files import IDENTITY, NoRoomError
-from lohan.store.store import Store
+from lohan.store.admin import find_snapshot, remove, snapshot
+from lohan.store.files import NoRoomError
 from lohan.train.run_folder import write_file
-from lohan.util.files import load_json
 
 logger = logging.get_logger(__name__)
-GROUPS_FILE = "optimizer_groups.json"  # in a checkpoint: hyper-parameters of each group
 
 
 class TooLarge(RuntimeError):
     """Raised for a batch that exceeds the budget; auto_find_batch_size recognises its message."""
-
-
-def _widened(model: nn.Module, inputs: Any, outputs: Any) -> Any:
-    """Convert the outputs of the model to fp32.
-
-    Logits that are computed on access are also converted on access.
-    """
-    make = getattr(outputs, "make_logits", None)
-    if make is None:
-        return convert_to_fp32(outputs)
-    object.__setattr__(outputs, "make_logits", lambda: make().float())
-    return outputs
-
-
-class _LossesInFp32(TorchFunctionMode):
-    """Compute loss functions in fp32 while the forward of the model runs.
-
-    The mode is not active while blocks are recomputed.
-    """
-
-    KINDS = frozenset(
-        getattr(nn.functional, name)
-        for name in (
-            "cross_entropy",
-            "nll_loss",
-            "mse_loss",
-            "l1_loss",
-            "smooth_l1_loss",
-            "huber_loss",
-            "binary_cross_entropy",
-            "binary_cross_entropy_with_logits",
-            "kl_div",
-        )
-    )
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in self.KINDS:
-            args, kwargs = convert_to_fp32((args, kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-    def begin(self, *_: Any) -> None:
-        self.__enter__()
-
-    def end(self, *_: Any) -> None:
-        self.__exit__(None, None, None)
 
 
 def _step_gradients(trainer: LohanMixin | None) -> StepGradients | None:
@@ -125,8 +71,6 @@ class LohanMixin(OutputStore):
     """
 
     over_tokens = False  # whether the loss is computed from log-probabilities of tokens
-    args: Any
-    model: Any
     accelerator: Any
     optimizer: Any
     optimizer_cls_and_kwargs: Any
@@ -142,9 +86,7 @@ class LohanMixin(OutputStore):
         self.session: Session | None = None
         self._waiting: list[dict[str, Any]] = []  # batches of the current step
         self._accumulated = 0  # gradient_accumulation_steps when training began
-        self._resumes = False
-        self._beginning: Path | None = None  # checkpoint of step 0, if none was saved
-        self._rewind: Path | None = None  # state to restore when the store is opened
+        self._resumption = Resumption(self)
         self._keeps_session = True  # whether the session is kept after an evaluation
         self._too_large: BudgetError | None = None
         self._ranks: ProcessGroup | None = None  # the processes of torchrun
@@ -156,27 +98,10 @@ class LohanMixin(OutputStore):
             if args.push_to_hub:
                 check_push(args, self.lohan.budget(args.output_dir).ssd)
         super().__init__(*positional, **named)
+        check_arguments(self.args)  # Trainer creates default arguments if there are none.
+        _check_optimizer(self)
 
     # -- set-up -----------------------------------------------------------------------------------
-
-    def _validate_args(self) -> None:
-        # Check again, because Trainer creates default arguments if there are none.
-        check_arguments(self.args)
-        super()._validate_args()  # type: ignore[misc]
-        self._check_optimizer()
-
-    def _check_optimizer(self) -> None:
-        """Refuse, before anything is loaded, an optimizer that LoHan has no kernel for."""
-        kind = type(self)
-        if self.optimizer is not None:
-            check_class(type(unwrapped(self.optimizer)))
-        elif self.optimizer_cls_and_kwargs is not None:
-            check_class(self.optimizer_cls_and_kwargs[0])
-        elif (
-            kind.create_optimizer is LohanMixin.create_optimizer
-            and kind.get_optimizer_cls_and_kwargs is LohanMixin.get_optimizer_cls_and_kwargs
-        ):
-            optimizer_name(self.args)
 
     def _build_accelerator_args(self, **named: Any) -> dict[str, Any]:
         """Disable autocast.
@@ -217,32 +142,8 @@ class LohanMixin(OutputStore):
         optimizer: torch.optim.Optimizer = self.optimizer
         return optimizer
 
-    @staticmethod
-    def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, dict[str, Any]]:
-        """Return the class that `args.optim` names and its arguments, or refuse it."""
-        return class_and_kwargs(args)
-
-    def _param_groups(self) -> TorchGroups:
-        """Return the parameter groups of the optimizer, which is created if it does not exist."""
-        if self._groups is None:
-            self._groups = TorchGroups(moments_of(self.args, self.lohan.moments))
-            # The session refers to the groups. It must not keep its Trainer alive, because deleting
-            # the Trainer ends the session.
-            trainer = weakref.ref(self)
-            self._groups.step_gradients = lambda: _step_gradients(trainer())
-        if self.optimizer is None:
-            self.create_optimizer()
-        self._groups.take_over(self.optimizer, self.model)
-        self._user_steps.watch(unwrapped(self.optimizer))
-        session = self.session
-        if session is not None and not session.closed:
-            made_for, kind = session.plan.kind, self._groups.optimizer.kind
-            if made_for != kind:
-                raise ConfigError(
-                    f"the training began with {made_for}, the optimizer is now {kind}; go on with "
-                    "the same one, or start a new Trainer in another output_dir"
-                )
-        return self._groups
+    # This refuses a name in `args.optim` that LoHan has no kernel for.
+    get_optimizer_cls_and_kwargs = staticmethod(class_and_kwargs)
 
     def attach(self, inputs: Mapping[str, Any], *, lasting: bool = True) -> Session:
         """Return the open session. If there is none, attach the model.
@@ -252,15 +153,16 @@ class LohanMixin(OutputStore):
         """
         if self.session is not None and not self.session.closed:
             if self.optimizer is not None:
-                self._param_groups()
+                _param_groups(self)
             return self.session
         name = self._store_name() if lasting else f"lohan-evaluation-{uuid4().hex[:12]}"
         args, moments = self.args, moments_of(self.args, self.lohan.moments)
-        groups = self._param_groups() if lasting else None
+        groups = _param_groups(self) if lasting else None
         longest = self.lohan.max_length or getattr(args, "max_length", 0)
-        if self._resumes:  # plan for the same shapes as before, because slices affect the result
+        if self._resumption.active:
+            # Plan for the same shapes as before, because slices affect the result.
             shapes = shapes_from_json(self._stored()["shapes"])
-            self._go_back()
+            self._resumption.rewind()
         else:
             shapes = shapes_for(inputs, longest)
             if self._sharing():
@@ -273,7 +175,7 @@ class LohanMixin(OutputStore):
             self.session = attach(
                 self.model,
                 budget=self.lohan.budget(args.output_dir),
-                resume=self._resumes,
+                resume=self._resumption.active,
                 store_name=name,
                 optimizer=AdamW(moments=moments) if groups is None else groups.optimizer,
                 param_groups=() if groups is None else groups,
@@ -289,7 +191,7 @@ class LohanMixin(OutputStore):
                 overlap=self.lohan.overlap,
                 update_mode=self.lohan.update_mode,
                 activations=self.lohan.activations,
-                run_again=self._repeatable(),
+                run_again=self._undo_of_batch() is not None,
                 dtype="bf16" if args.bf16 else "fp16" if args.fp16 else None,
                 device="cpu" if args.device.type == "cpu" else "accelerator",
                 compile=args.torch_compile_backend or True if args.torch_compile else False,
@@ -301,51 +203,16 @@ class LohanMixin(OutputStore):
             self._too_large = error
             raise TooLarge(f"{error}: this batch is out of memory.") from None
         self._user_steps.attached(self.session)
-        if self._ranks is not None and not self._sums_over_ranks():  # average over ranks, as DDP
-            self.session.executor.mean_over = self._ranks.world
+        if self._ranks is not None and not _sums_over_ranks(self):  # average over ranks, as DDP
+            self.session.executor.record.mean_over = self._ranks.world
             if self.session.head is not None:
                 self.session.head.ranks_apart = True
         if lasting:
             self._keep_open(self.session)
         return self.session
 
-    def _sums_over_ranks(self) -> bool:
-        """Return whether the sliced head computes the loss over the tokens of all processes.
-
-        Otherwise each process takes the mean over its own tokens, as with DDP.
-        """
-        head = self.session.head if self.session is not None else None
-        user_loss = self.compute_loss_func is not None or self.label_smoother is not None
-        counted = self.args.average_tokens_across_devices and self.model_accepts_loss_kwargs
-        summed = self.over_tokens or counted
-        return head is not None and not user_loss and summed and self._plain_loss()
-
-    def _plain_loss(self) -> bool:
-        return type(self).compute_loss.__module__.partition(".")[0] in LIBRARIES
-
     def compute_loss(self, *args: Any, **named: Any) -> Any:
-        return self._of_all_ranks(super().compute_loss(*args, **named), named)  # type: ignore[misc]
-
-    def _of_all_ranks(self, result: Any, named: Mapping[str, Any]) -> Any:
-        """Return the result of compute_loss with a loss that is correct for several processes.
-
-        Trainer multiplies the loss by the number of processes, because DDP averages gradients. If
-        the loss is already taken over the tokens of all processes, this undoes the multiplication.
-        """
-        args, head = self.args, self.session.head if self.session is not None else None
-        if head is None or args.world_size == 1 or head.ranks_apart or head.runs_whole:
-            return result
-        if not args.average_tokens_across_devices or not named.get("num_items_in_batch"):
-            return result
-        loss, *outputs = result if isinstance(result, tuple) else (result,)
-        loss = loss / self.accelerator.num_processes
-        return (loss, *outputs) if outputs else loss
-
-    def _sharing(self) -> dict[str, Any]:
-        """Return the arguments of `attach` that make the processes of torchrun share the state."""
-        if self.args.world_size > 1 and self._ranks is None:
-            self._ranks = join()
-        return {} if self._ranks is None else {"process_group": self._ranks}
+        return loss_of_all_ranks(self, super().compute_loss(*args, **named), named)  # type: ignore[misc]
 
     def evaluation_loop(self, *args: Any, **named: Any) -> Any:
         """Evaluate, and then close a session that was attached only for this evaluation.
@@ -380,13 +247,13 @@ class LohanMixin(OutputStore):
             self.session.close(flush=False)
             remove(dirs)
             self.session = None
-        self._resumes, self._rewind = False, None
+        self._resumption = Resumption(self)
         if self.session is None:
             self._replacing = None
         checkpoint = named.pop("resume_from_checkpoint", None) if not args else args[0]
         with TemporaryDirectory(prefix="lohan-") as work:
             if checkpoint is True:
-                checkpoint = self._last_checkpoint(Path(work))
+                checkpoint = self._resumption.last_checkpoint(Path(work))
             if self.session is not None and not self.session.closed:
                 self.session.updates_in_backward = True
                 self._user_steps.attached(self.session)
@@ -436,15 +303,16 @@ class LohanMixin(OutputStore):
         batches = parts if joined is None else [joined]
         session = self.attach(batches[0])
         before, loss = session.step, torch.zeros((), device=self.args.device)
-        device, recorded = session.executor.device, self._recorded()
+        device, undo = session.executor.device, self._undo_of_batch()
         drawn = device.random_state()
-        with self._user_steps.own_step(session), self._in_fp32(model):
+        with self._user_steps.own_step(session), self._user_steps.losses_in_fp32(model):
             with session.accumulate() if len(batches) > 1 else nullcontext():
                 for batch in batches:
                     loss += super().training_step(model, batch, num_items_in_batch)  # type: ignore[misc]
             if session.must_run_again:
                 device.set_random_state(drawn)
-                self._record_again(recorded)
+                assert undo is not None
+                undo()
                 loss = super().training_step(model, batches[0], num_items_in_batch)  # type: ignore[misc]
         if session.step != before + 1:
             raise ModelError(
@@ -453,65 +321,23 @@ class LohanMixin(OutputStore):
                 "which parameters have requires_grad"
             )
         self._take_place(session)
-        self._replan(session)
+        _replan(session)
         return loss
 
-    def _replan(self, session: Session) -> None:
-        """Update the plan with the speeds and gradient norms measured so far, and log changes."""
-        before, change = not session.plan.commit.every_step, session.replan()
-        if not session.process_group.ranks.first:
-            return
-        if change is not None:
-            logger.info(f"after step {session.step}: {change}")
-        if not session.plan.commit.every_step and not before:
-            logger.warning(
-                f"LoHan commits every {session.plan.commit} from here on, and with every "
-                "checkpoint: a crash costs the steps since the last commit; "
-                "LohanArguments(commit_every='step') commits each"
-            )
+    def _undo_of_batch(self) -> Callable[[], None] | None:
+        """Return a function that undoes what running a batch changes; None if it cannot run twice.
 
-    @contextmanager
-    def _in_fp32(self, model: nn.Module) -> Iterator[None]:
-        """Compute losses in fp32 if the model is in bf16 or fp16, as autocast does.
-
-        The model's outputs are converted to fp32 too, as accelerate does, for label
-        smoothing and for losses that the user defines.
-        """
-        if not (self.args.bf16 or self.args.fp16) or self._user_steps.in_fp32:
-            yield
-            return
-        losses = _LossesInFp32()
-        hooks = [
-            model.register_forward_pre_hook(losses.begin),
-            model.register_forward_hook(losses.end, always_call=True),
-            model.register_forward_hook(_widened),
-        ]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def _repeatable(self) -> bool:
-        """Return whether a batch can run twice.
-
-        This requires a loss without side effects other than gradients and the state that
-        `_recorded` returns.
+        It can run twice if its loss has no side effects other than gradients and the state that
+        this function restores.
         """
         library_method = super().compute_loss.__func__  # type: ignore[misc]
-        inherited = type(self).compute_loss is LohanMixin.compute_loss
-        return (
-            inherited
+        repeatable = (
+            type(self).compute_loss is LohanMixin.compute_loss
             and library_method is transformers.Trainer.compute_loss
             and not self.compute_loss_func
             and not self._user_steps.overridden
         )
-
-    def _recorded(self) -> Any:
-        """Return a copy of the metrics that running a batch changes."""
-
-    def _record_again(self, recorded: Any) -> None:
-        """Restore the metrics to their values before a discarded run."""
+        return (lambda: None) if repeatable else None
 
     def _joined_batch(self, parts: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
         """Return the batches joined into one, or None if they must run one by one.
@@ -523,7 +349,9 @@ class LohanMixin(OutputStore):
             return dict(parts[0])
         base: Any = base_of(self.model)
         summed = (
-            self._plain_loss() and self.compute_loss_func is None and find_decoder(base) is not None
+            is_of_library(type(self).compute_loss)
+            and self.compute_loss_func is None
+            and find_decoder(base) is not None
         )
         if not summed or getattr(base.config, "output_router_logits", False):
             return None
@@ -535,7 +363,7 @@ class LohanMixin(OutputStore):
             return None
 
     def _clip_grad_norm(self, model: Any) -> float | None:
-        return self.session.executor.grad_norm if self.session is not None else None
+        return self.session.grad_norm if self.session is not None else None
 
     def _get_grad_norm(self, model: Any, grad_norm: float | None = None) -> float | None:
         limit = self.args.max_grad_norm or 0.0
@@ -564,37 +392,12 @@ class LohanMixin(OutputStore):
         how = nullcontext() if sliced else head.whole()  # type: ignore[union-attr]
         if head is not None and sliced and not self.over_tokens:
             how = head.apart()  # Trainer gathers the losses of all processes
-        with how, self._in_fp32(model):
+        with how, self._user_steps.losses_in_fp32(model):
             return super().prediction_step(  # type: ignore[misc]
                 model, inputs, prediction_loss_only, ignore_keys
             )
 
     # -- checkpoints ------------------------------------------------------------------------------
-
-    def _last_checkpoint(self, work: Path) -> str | bool:
-        """Return the last complete checkpoint, or True if there is nothing to resume.
-
-        A process may have died while it saved a checkpoint, or before it saved the first one, with
-        committed steps in the store. If there is no complete checkpoint, a checkpoint of step 0 is
-        created in `work`.
-        """
-        numbered = {
-            int(path.name.rpartition("-")[2]): path
-            for path in Path(self.args.output_dir).glob("checkpoint-*")
-            if path.name.rpartition("-")[2].isdecimal() and is_saved(path)
-        }
-        if numbered:
-            return str(numbered[max(numbered)])
-        dirs = self._store_dirs()
-        if not (dirs[0] / IDENTITY).exists() or describe(dirs)["state"] == "unfinished":
-            return True  # transformers refuses it: there is nothing to resume
-        self._beginning = work / "checkpoint-0"
-        self._beginning.mkdir()
-        transformers.TrainerState().save_to_json(str(self._beginning / TRAINER_STATE_NAME))
-        return str(self._beginning)
-
-    def _is_beginning(self, checkpoint: str | None) -> bool:
-        return self._beginning is not None and checkpoint == str(self._beginning)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model; every process takes part, since each has a shard of the weights."""
@@ -621,23 +424,11 @@ class LohanMixin(OutputStore):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Copy the state of this step into the checkpoint, so that training can resume from it."""
         if self.session is not None:
-            self._keep_state(self.session, Path(output_dir))
+            _keep_state(self.session, self._state_folder(Path(output_dir)))
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
-            saved = json.dumps(self._param_groups().saved(), indent=1)
+            saved = json.dumps(_param_groups(self).saved(), indent=1)
             write_file(Path(output_dir) / GROUPS_FILE, saved)
-
-    def _keep_state(self, session: Session, checkpoint: Path) -> None:
-        session.commit()
-        state_folder = self._state_folder(checkpoint)
-        try:
-            snapshot(session.store, state_folder, with_fixed=False)
-        except NoRoomError as error:
-            logger.warning(
-                f"{state_folder}: no room for a copy of the optimizer state ({error}); training "
-                "can go on from here only as long as it is the last checkpoint; set "
-                "save_total_limit, or save_only_model"
-            )
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Save a checkpoint.
@@ -651,7 +442,7 @@ class LohanMixin(OutputStore):
             self._name_training(Path(self._get_output_dir(trial)) / folder)  # type: ignore[attr-defined]
         args, best = self.args, self.state.best_global_step == self.state.global_step
         if args.save_only_model and args.load_best_model_at_end and best and self.session:
-            self._keep_state(self.session, Path(args.output_dir))
+            _keep_state(self.session, self._state_folder(Path(args.output_dir)))
 
     def _load_best_model(self) -> None:
         """Restore the weights and the optimizer state of the best checkpoint."""
@@ -666,34 +457,12 @@ class LohanMixin(OutputStore):
             remove([find_snapshot(state_folder)])
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Choose the store and the state to continue from; the first batch opens the store.
-
-        If the store belongs to the training of the checkpoint and is not behind the checkpoint,
-        training continues after the last step of the store. Otherwise the checkpoint must contain
-        the state of its step.
-        """
+        """Choose the store and the state to continue from; the first batch opens the store."""
         if self.session is not None:
             self.session.close()
             self.session = None
-        self._resumes, self._replacing = True, None
-        checkpoint = Path(resume_from_checkpoint).absolute()
-        saved = self._saved_step(checkpoint)
-        if not self._is_of_store(checkpoint):
-            self._open_elsewhere(checkpoint)
-            return
-        end_others(self._store_dirs())
-        stored, later = self._stored_step(), self._later_checkpoints(checkpoint)
-        if stored >= saved and not later:
-            return
-        if self._has_state(checkpoint):
-            self._rewind = find_snapshot(self._state_folder(checkpoint))
-            return
-        state = f"the store is at step {stored}" + (f" and {later[0]} is later" if later else "")
-        raise StoreError(
-            f"{checkpoint} is of step {saved}, {state}, and it has no {STATE_FOLDER} (it was "
-            "saved with save_only_model, or there was no room); resume from the latest "
-            "checkpoint, or start a new training from the weights of this one"
-        )
+        self._replacing = None
+        self._resumption.begin(Path(resume_from_checkpoint).absolute())
 
     def _init_training_state(
         self,
@@ -705,34 +474,26 @@ class LohanMixin(OutputStore):
     ) -> tuple[int, int]:
         """Resume after the last committed step, which may be later than the checkpoint."""
         self._accumulated = self.args.gradient_accumulation_steps
-        checkpoint = None if self._is_beginning(resume_from_checkpoint) else resume_from_checkpoint
+        begins = self._resumption.is_beginning(resume_from_checkpoint)
+        checkpoint = None if begins else resume_from_checkpoint
         position: tuple[int, int] = super()._init_training_state(  # type: ignore[misc]
             max_steps, num_update_steps_per_epoch, num_train_epochs, checkpoint, trial
         )
-        if not self._resumes:
+        if not self._resumption.active:
             if self.session is not None and not self.session.closed and self.session.step:
                 first = self.session.step
-                self.session.executor.extra_meta = lambda: {"first_step": first}
+                self.session.executor.record.extra_meta = lambda: {"first_step": first}
             return position
-        self._beyond = 0 if self._rewind else self._stored_step() - self.state.global_step
-        self.state.global_step += self._beyond
+        self.state.global_step += self._resumption.count_beyond(self.state.global_step)
         epochs, steps = divmod(self.state.global_step, num_update_steps_per_epoch)
         skip = 0 if self.args.ignore_data_skip else steps * self.args.gradient_accumulation_steps
         return epochs, skip
 
-    def _go_back(self) -> None:
-        """Rewind the store to the state of the checkpoint, if training resumes from that state."""
-        if self._rewind is not None:
-            # Logged steps are later than the checkpoint, so they are dropped.
-            with Store.open(self._store_dirs(), replays=True) as store:
-                rewind(store, self._rewind)
-            self._rewind = None
-
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        self._param_groups().restore(self._recorded_groups(Path(checkpoint)))
-        if self._is_beginning(checkpoint):
+        _param_groups(self).restore(self._resumption.recorded_groups(Path(checkpoint)))
+        if self._resumption.is_beginning(checkpoint):
             with self._user_steps.unchecked():
                 self.optimizer.step()
         else:
@@ -744,19 +505,103 @@ class LohanMixin(OutputStore):
             group["lr"] = rate
         # ReduceLROnPlateau and GreedyLR step at evaluations.
         if not isinstance(self.lr_scheduler, (ReduceLROnPlateau, GreedyLR)):
-            for _ in range(self._beyond):
+            for _ in range(self._resumption.beyond):
                 self.lr_scheduler.step()
 
-    def _recorded_groups(self, checkpoint: Path) -> Any:
-        """Return the parameter groups of the step that training resumes after, or None if unknown.
 
-        The groups come from the checkpoint, including values that callbacks wrote after its step,
-        or from the manifest of a later committed step.
-        """
-        file = checkpoint / GROUPS_FILE
-        if not self._beyond and file.is_file():
-            return load_json(file)
-        return None if self._rewind else self._stored().get(META_KEY)
+def _check_optimizer(trainer: LohanMixin) -> None:
+    """Refuse an optimizer that LoHan has no kernel for."""
+    kind = type(trainer)
+    if trainer.optimizer is not None:
+        check_class(type(unwrapped(trainer.optimizer)))
+    elif trainer.optimizer_cls_and_kwargs is not None:
+        check_class(trainer.optimizer_cls_and_kwargs[0])
+    elif (
+        kind.create_optimizer is LohanMixin.create_optimizer
+        and kind.get_optimizer_cls_and_kwargs is LohanMixin.get_optimizer_cls_and_kwargs
+    ):
+        optimizer_name(trainer.args)
+
+
+def _param_groups(trainer: LohanMixin) -> TorchGroups:
+    """Return the parameter groups of the optimizer, which is created if it does not exist."""
+    if trainer._groups is None:
+        trainer._groups = TorchGroups(moments_of(trainer.args, trainer.lohan.moments))
+        # The session refers to the groups. It must not keep its Trainer alive, because deleting
+        # the Trainer ends the session.
+        reference = weakref.ref(trainer)
+        trainer._groups.step_gradients = lambda: _step_gradients(reference())
+    if trainer.optimizer is None:
+        trainer.create_optimizer()
+    trainer._groups.take_over(trainer.optimizer, trainer.model)
+    trainer._user_steps.watch(unwrapped(trainer.optimizer))
+    session = trainer.session
+    if session is not None and not session.closed:
+        made_for, kind = session.plan.kind, trainer._groups.optimizer.kind
+        if made_for != kind:
+            raise ConfigError(
+                f"the training began with {made_for}, the optimizer is now {kind}; go on with "
+                "the same one, or start a new Trainer in another output_dir"
+            )
+    return trainer._groups
+
+
+def _sums_over_ranks(trainer: LohanMixin) -> bool:
+    """Return whether the sliced head computes the loss over the tokens of all processes.
+
+    Otherwise each process takes the mean over its own tokens, as with DDP.
+    """
+    head = trainer.session.head if trainer.session is not None else None
+    user_loss = trainer.compute_loss_func is not None or trainer.label_smoother is not None
+    counted = trainer.args.average_tokens_across_devices and trainer.model_accepts_loss_kwargs
+    summed = trainer.over_tokens or counted
+    of_library = is_of_library(type(trainer).compute_loss)
+    return head is not None and not user_loss and summed and of_library
+
+
+def loss_of_all_ranks(trainer: LohanMixin, result: Any, named: Mapping[str, Any]) -> Any:
+    """Return the result of compute_loss with a loss that is correct for several processes.
+
+    Trainer multiplies the loss by the number of processes, because DDP averages gradients. If
+    the loss is already taken over the tokens of all processes, this undoes the multiplication.
+    """
+    args, session = trainer.args, trainer.session
+    head = None if session is None else session.head
+    if head is None or args.world_size == 1 or head.ranks_apart or head.runs_whole:
+        return result
+    if not args.average_tokens_across_devices or not named.get("num_items_in_batch"):
+        return result
+    loss, *outputs = result if isinstance(result, tuple) else (result,)
+    loss = loss / trainer.accelerator.num_processes
+    return (loss, *outputs) if outputs else loss
+
+
+def _replan(session: Session) -> None:
+    """Update the plan with the speeds and gradient norms measured so far, and log changes."""
+    before, change = not session.plan.commit.every_step, session.replan()
+    if not session.process_group.ranks.first:
+        return
+    if change is not None:
+        logger.info(f"after step {session.step}: {change}")
+    if not session.plan.commit.every_step and not before:
+        logger.warning(
+            f"LoHan commits every {session.plan.commit} from here on, and with every "
+            "checkpoint: a crash costs the steps since the last commit; "
+            "LohanArguments(commit_every='step') commits each"
+        )
+
+
+def _keep_state(session: Session, folder: Path) -> None:
+    """Copy the state of the last step into a folder of a checkpoint, if there is room."""
+    session.commit()
+    try:
+        snapshot(session.store, folder, with_fixed=False)
+    except NoRoomError as error:
+        logger.warning(
+            f"{folder}: no room for a copy of the optimizer state ({error}); training can go on "
+            "from here only as long as it is the last checkpoint; set save_total_limit, or "
+            "save_only_model"
+        )
 
 
 def _parameters(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:

@@ -79,7 +79,9 @@ WITHOUT_EFFECT = frozenset(
 )
 
 
-def class_and_kwargs(args: Any) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+def class_and_kwargs(
+    args: Any, model: Any = None
+) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """Return the class and the arguments of the torch optimizer that `args.optim` names."""
     name = optimizer_name(args)
     kind = next(kind for kind, optimizer in CLASSES.items() if optimizer == name)

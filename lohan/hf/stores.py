@@ -29,7 +29,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import logging
 
 from lohan.checkpoint.from_snapshot import store_from_snapshot
-from lohan.device.ranks import ALONE, ProcessGroup
+from lohan.device.ranks import ALONE, ProcessGroup, join
 from lohan.engine.policies import STORE_FOLDER
 from lohan.engine.session import Session
 from lohan.engine.stored_weights import all_stored_weights_of, given_dtype, weights_source
@@ -62,7 +62,10 @@ class OutputStore:
     _replacing: Mark | None = None  # the mark of the new store, until its first step is committed
 
     def _sharing(self) -> dict[str, Any]:
-        raise NotImplementedError
+        """Return the arguments of `attach` that make the processes of torchrun share the state."""
+        if self.args.world_size > 1 and self._ranks is None:
+            self._ranks = join()
+        return {} if self._ranks is None else {"process_group": self._ranks}
 
     @property
     def _out(self) -> Path:

@@ -29,7 +29,7 @@ from lohan.engine.head import IGNORED
 from lohan.engine.session import Session
 from lohan.errors import ConfigError, DataError, ModelError
 from lohan.hf.arguments import LohanArguments
-from lohan.hf.mixin import LohanMixin, merged
+from lohan.hf.mixin import LohanMixin, loss_of_all_ranks, merged
 from lohan.train.evaluation import forward_only
 from lohan.train.preference import read_reference, write_reference
 from lohan.util.units import format_bytes
@@ -192,7 +192,7 @@ class OverTokens(LohanMixin):
         config = base_of(self.model).config.get_text_config()  # type: ignore[union-attr, operator]
         coefficient = getattr(config, "router_aux_loss_coef", 0.0)
         missing = (getattr(self, "router_aux_loss_coef", coefficient) - coefficient) * out.aux_loss
-        scale = self.session.executor.train_state.loss_scale
+        scale = self.session.executor.record.train_state.loss_scale
         value = missing.detach()
         return loss + value + scale * (missing - value) / self.session.process_group.world
 
@@ -303,10 +303,10 @@ class WithReference(OverTokens):
         assert self.session is not None
         file = Path(self.args.output_dir) / f"lohan-reference-{self._digest(number)}.npy"
         table = self._tables[number]
-        if self._resumes and file.is_file():
+        if self._resumption.active and file.is_file():
             reference = read_reference(file, len(table))
         elif (
-            (self._resumes or self.state.global_step)
+            (self._resumption.active or self.state.global_step)
             and not self._without_adapter
             and self._reference_model is None
         ):
@@ -537,14 +537,15 @@ class SFTTrainer(LohanMixin, Theirs):
                 session.head.slice_loss = _weighted_by_probability
         return session
 
-    def _repeatable(self) -> bool:
-        return type(self).compute_loss is SFTTrainer.compute_loss and not self.compute_loss_func
+    def _undo_of_batch(self) -> Callable[[], None] | None:
+        if type(self).compute_loss is not SFTTrainer.compute_loss or self.compute_loss_func:
+            return None
+        before = deepcopy(self._metrics), self._total_train_tokens
 
-    def _recorded(self) -> Any:
-        return deepcopy(self._metrics), self._total_train_tokens
+        def undo() -> None:
+            self._metrics, self._total_train_tokens = before
 
-    def _record_again(self, recorded: Any) -> None:
-        self._metrics, self._total_train_tokens = recorded
+        return undo
 
     def _of_all(self, sums: list[float]) -> list[float]:
         """Sum values over all processes, as TRL does for its metrics."""
@@ -563,7 +564,7 @@ class SFTTrainer(LohanMixin, Theirs):
         assert self.session is not None
         part = self.router_aux_loss_coef * auxiliary
         part = part * (1 - 1 / self.current_gradient_accumulation_steps)
-        value, scale = part.detach(), self.session.executor.train_state.loss_scale
+        value, scale = part.detach(), self.session.executor.record.train_state.loss_scale
         return value + scale * (part - value)
 
     def compute_loss(
@@ -583,7 +584,7 @@ class SFTTrainer(LohanMixin, Theirs):
         labels = inputs.get("labels")
         count = {"num_items_in_batch": num_items_in_batch}
         result = super(Theirs, self).compute_loss(model, dict(inputs), return_outputs=True, **count)
-        loss, outputs = self._of_all_ranks(result, count)
+        loss, outputs = loss_of_all_ranks(self, result, count)
         # If the head computed all logits at once, it did not call `_token_metrics`.
         if not self._token_metrics.sums[0] and labels is not None:
             following = labels[:, 1:].reshape(-1)

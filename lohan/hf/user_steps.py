@@ -14,13 +14,21 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
+
+from torch import nn
 
 from lohan.engine.session import Session
 from lohan.errors import ModelError
+from lohan.hf.precision import losses_in_fp32
 
 LIBRARIES = ("transformers", "trl", "lohan")  # packages whose methods LoHan supports
+
+
+def is_of_library(method: Any) -> bool:
+    """Return whether a method is defined by LoHan, transformers or TRL."""
+    return str(getattr(method, "__module__", "")).partition(".")[0] in LIBRARIES
 
 
 class _Dropped(Exception):
@@ -35,7 +43,7 @@ class UserSteps:
         self.in_own_step = False  # True inside LoHan's own training_step.
         # True once fp32 losses are enabled for the whole training, so that no step need enable them
         # again.
-        self.in_fp32 = False
+        self._in_fp32 = False
         self._precision = ExitStack()
         # the context that sums the gradients of a step's batches; None if none is open
         self._sums: AbstractContextManager[None] | None = None
@@ -50,8 +58,7 @@ class UserSteps:
     @property
     def overridden(self) -> bool:
         """True if training_step was overridden outside of LoHan, transformers and TRL."""
-        method = self._trainer().training_step  # type: ignore[union-attr]
-        return str(getattr(method, "__module__", "")).partition(".")[0] not in LIBRARIES
+        return not is_of_library(self._trainer().training_step)  # type: ignore[union-attr]
 
     def prepare(self, batches: Sequence[Any]) -> None:
         """Attach the model before an overridden training_step, which need not call LoHan's."""
@@ -64,9 +71,14 @@ class UserSteps:
         # This must happen before the first forward, which fixes the plan of the step.
         if len(batches) > 1:
             trainer.session.make_room_for_sums()
-        if not self.in_fp32:
-            self._precision.enter_context(trainer._in_fp32(trainer.model))
-            self.in_fp32 = True
+        if not self._in_fp32:
+            self._precision.enter_context(losses_in_fp32(trainer.model, trainer.args))
+            self._in_fp32 = True
+
+    def losses_in_fp32(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Compute losses in fp32 in the `with` body, unless they are for the whole training."""
+        args = self._trainer().args  # type: ignore[union-attr]
+        return nullcontext() if self._in_fp32 else losses_in_fp32(model, args)
 
     def watch(self, optimizer: Any) -> None:
         """Check every step of the Trainer's optimizer, whose own step does nothing."""
@@ -113,7 +125,8 @@ class UserSteps:
     def _run(
         self, backward: Callable[..., Any], loss: Any, kwargs: Any, session: Session, *, last: bool
     ) -> None:
-        user_sums = self._sums is None and session.accumulates
+        accumulates = session.executor.collector.accumulated is not None
+        user_sums = self._sums is None and accumulates
         if self._sums is None and not last and not user_sums:
             self._sums = session.accumulate()
             self._sums.__enter__()
@@ -174,4 +187,4 @@ class UserSteps:
             with suppress(_Dropped):
                 sums.__exit__(_Dropped, _Dropped(), None)
         self._precision.close()
-        self.in_fp32 = False
+        self._in_fp32 = False

@@ -11,7 +11,7 @@ Two properties are checked for every action, in the order of the schedule:
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, NoReturn
+from typing import ClassVar, NoReturn
 
 from lohan.errors import LohanError
 from lohan.schedule.actions import (
@@ -180,8 +180,143 @@ class _Clocks:
             _fail(action, f"{verb} {' '.join(map(str, resource))} while {name} may be in flight")
 
 
+class _Activations:
+    """The kept activations of sites, in host buffers, device buffers and on SSD."""
+
+    def __init__(self, spec: ScheduleSpec, *, whole: bool) -> None:
+        self.spec = spec
+        self.from_start = whole  # whether the schedule relies on no earlier schedule
+        # The site whose activations each buffer holds, or None.
+        self.host: list[int | None] = [None] * spec.act_buffers
+        self.device: list[int | None] = [None] * DEVICE_BUFFERS
+        self.on_ssd: set[int] = set()  # sites
+
+    def keep(self, action: Action, at: tuple[int, ...]) -> None:
+        """Record that the forward of a site keeps its activations in these buffers."""
+        host, device = split_buffers(action, self.spec, at)
+        for buffer in host:
+            self.host[buffer] = action.index
+        for buffer in device:
+            self.device[buffer] = action.index
+
+    def check_kept(self, action: Action, at: tuple[int, ...]) -> None:
+        """Check that these buffers hold the activations of the site."""
+        host, device = split_buffers(action, self.spec, at)
+        for buffer in host:
+            self._check_site(action, "buffer", self.host[buffer])
+        for buffer in device:
+            self._check_site(action, "the device", self.device[buffer])
+
+    def _check_site(self, action: Action, buffer: str, site: int | None) -> None:
+        if site != action.index:
+            _fail(action, f"{buffer} holds activations of {site}")
+
+    def restore(self, action: Action) -> None:
+        for buffer in action.at[:-1]:
+            self._check_site(action, "buffer", self.host[buffer])
+        self.device[action.at[-1]] = action.index
+
+    def spill(self, action: Action) -> None:
+        self._check_site(action, "buffer", self.host[action.at[0]])
+        self.on_ssd.add(action.index)
+
+    def fetch(self, action: Action) -> None:
+        if self.from_start and action.index not in self.on_ssd:
+            _fail(action, "these activations were not moved out")
+        self.host[action.at[0]] = action.index
+
+
+class _Gradients:
+    """The gradients of groups, from backward to the update."""
+
+    def __init__(self, spec: ScheduleSpec, clocks: _Clocks, *, whole: bool) -> None:
+        self.spec, self.clocks = spec, clocks
+        self.from_start = whole  # whether the schedule relies on no earlier schedule
+        self.held: set[int] = set()  # groups with complete gradients that are still to be updated
+        self.on_ssd: set[tuple[int, int]] = set()  # chunks of held gradients
+        # The chunk whose held or logged gradients each staging buffer holds, or None.
+        self.staged: list[tuple[int, int] | None] = [None] * spec.ring
+        self.since_forward: set[int] = set()  # groups updated since the last F
+        # The latest action (B, X or D) that wrote the gradients of each group in this backward.
+        self.last_written: dict[int, Use] = {}
+        self.backward_end: Use | None = None  # the latest E
+
+    def begin_forward(self, action: Action) -> None:
+        for group in self.spec.sites[action.index]:
+            if group in self.held:
+                _fail(action, f"the weights of group {group} are not updated yet")
+        self.since_forward.clear()
+
+    def compute(self, action: Action) -> None:
+        """Check that backward may still add to the gradients of the groups of a site."""
+        for group in self.spec.sites[action.index]:
+            if group in self.since_forward or group in self.held:
+                _fail(action, f"group {group} was handed over before its last use")
+            self.last_written[group] = self.clocks.finished(action)
+
+    def move(self, action: Action) -> None:
+        self.check_complete(action)
+        self.last_written[action.index] = self.clocks.finished(action)
+
+    def end_backward(self, action: Action) -> None:
+        self.backward_end = self.clocks.finished(action)
+        self.last_written.clear()
+        self.since_forward.clear()
+
+    def hold(self, action: Action) -> None:
+        self.check_complete(action)
+        self.held.add(action.index)
+
+    def check_complete(self, action: Action) -> None:
+        """Check that the gradients are complete: after the last B of the group, or after E."""
+        source = self.last_written.get(action.index, self.backward_end)
+        if source is not None and not self.clocks.has_finished(source):
+            _fail(action, f"the gradients of {source[2]} may not be there yet")
+
+    def check_in_memory(self, action: Action) -> None:
+        """Check that held gradients of the chunk that are on SSD were fetched for the update."""
+        key = (action.index, action.chunk)
+        if key in self.on_ssd and (len(action.at) < 3 or self.staged[action.at[2]] != key):
+            _fail(action, "its held gradients are on SSD and in no staging buffer")
+
+    def consume(self, action: Action) -> None:
+        """Record that a chunk was updated with its gradients."""
+        self.on_ssd.discard((action.index, action.chunk))
+        self.since_forward.add(action.index)
+        if action.chunk == self.spec.chunks[action.index] - 1:
+            self.held.discard(action.index)
+
+    def spill(self, action: Action) -> None:
+        if action.index not in self.held:
+            _fail(action, "these gradients are not held")
+        self.on_ssd.add((action.index, action.chunk))
+        self.staged[action.at[0]] = None
+
+    def fetch(self, action: Action) -> None:
+        if self.from_start and (action.index, action.chunk) not in self.on_ssd:
+            _fail(action, "these gradients were not put away")
+        self.staged[action.at[0]] = (action.index, action.chunk)
+
+    def commit_log(self, action: Action) -> None:
+        if not self.spec.log:
+            _fail(action, "there is no log of gradients")
+        if self.backward_end is not None and not self.clocks.has_finished(self.backward_end):
+            _fail(action, "backward may not have ended")
+        missing = {
+            (group, chunk)
+            for group in self.spec.spilled_gradients
+            for chunk in range(self.spec.chunks[group])
+        } - self.on_ssd
+        if missing and self.from_start:
+            group, chunk = min(missing)
+            _fail(action, f"the gradients of group {group} chunk {chunk} are not appended")
+
+
 class _Contents:
-    """The contents of slots, buffers and SSD if actions run one after the other."""
+    """The contents of slots, buffers and SSD if actions run one after the other.
+
+    This class itself checks weights and state. Activations and gradients have their own classes.
+    """
 
     def __init__(
         self,
@@ -193,32 +328,21 @@ class _Contents:
         by_interval: bool,
     ) -> None:
         self.spec, self.clocks, self.by_interval = spec, clocks, by_interval
-        self.from_start = whole  # whether the schedule relies on no earlier schedule
+        self.activations = _Activations(spec, whole=whole)
+        self.gradients = _Gradients(spec, clocks, whole=whole)
         self.whole_step = whole  # whether the schedule contains the beginning of the current step
-        # The contents of each slot and buffer: a group, a (group, chunk), a site, or None.
-        self.held_in: dict[str, list[Any]] = {
-            SLOT: [*buffers.slots, *spec.host_cached_weights],
-            STATE: [*[None] * spec.ring, *spec.host_cached_state],
-            STAGING: [None] * spec.ring,
-            DEVICE_SLOT: list(buffers.device),
-            HOST_ACTIVATIONS: [None] * spec.act_buffers,
-            DEVICE_ACTIVATIONS: [None] * DEVICE_BUFFERS,
-        }
+        # The group or the (group, chunk) that each slot and ring buffer holds, or None.
+        self.slots: list[int | None] = [*buffers.slots, *spec.host_cached_weights]
+        self.ring: list[tuple[int, int] | None] = [*[None] * spec.ring, *spec.host_cached_state]
+        self.device_slots: list[int | None] = list(buffers.device)
         # Device slots that hold all shards of their group, after A.
-        self.whole_there = {i for i, held in enumerate(buffers.device) if held is not None}
-        self.out: set[int] = set()  # sites whose kept activations are on SSD
+        self.gathered = {i for i, held in enumerate(buffers.device) if held is not None}
         # Chunks that were updated in memory and are outdated on SSD.
         self.unwritten = {(a.index, a.chunk) for a in buffers.behind if a.kind == Op.WRITE}
         # Chunks whose weights are outdated on SSD. A log can restore their state.
         self.unwritten_weights = set(self.unwritten)
         self.replayed: set[int] = set()  # groups in slots with the weights of their last full state
         self.updated: set[tuple[int, int]] = set()  # chunks updated since the last C
-        self.held: set[int] = set()  # groups with complete gradients that are still to be updated
-        self.put_away: set[tuple[int, int]] = set()  # chunks of held gradients that are on SSD
-        self.since_forward: set[int] = set()  # groups updated since the last F
-        # The latest action (B, X or D) that wrote the gradients of each group in this backward.
-        self.last_gradient: dict[int, Use] = {}
-        self.backward_end: Use | None = None  # the latest E
         self.step_end: Use | None = None  # the latest C
         self.last_update: Use | None = None  # the latest U of this step
 
@@ -231,102 +355,63 @@ class _Contents:
             check(self, action)
 
     def _forward(self, action: Action) -> None:
-        self._weights(action)
-        for group in self.spec.sites[action.index]:
-            if group in self.held:
-                _fail(action, f"the weights of group {group} are not updated yet")
-        self._put_activations(action, action.at[len(self.spec.sites[action.index]) :])
-        self.since_forward.clear()
+        self._check_weights(action)
+        self.gradients.begin_forward(action)
+        self.activations.keep(action, action.at[len(self.spec.sites[action.index]) :])
 
     def _backward(self, action: Action) -> None:
-        self._weights(action)
-        for group in self.spec.sites[action.index]:
-            if group in self.since_forward or group in self.held:
-                _fail(action, f"group {group} was handed over before its last use")
-            self.last_gradient[group] = self.clocks.finished(action)
-        self._activations(action, action.at[len(self.spec.sites[action.index]) :])
+        self._check_weights(action)
+        self.gradients.compute(action)
+        self.activations.check_kept(action, action.at[len(self.spec.sites[action.index]) :])
 
-    def _weights(self, action: Action) -> None:
-        held = self.held_in[DEVICE_SLOT] if self.spec.device_slots else self.held_in[SLOT]
+    def _offload_activations(self, action: Action) -> None:
+        self.activations.check_kept(action, action.at)
+
+    def _check_weights(self, action: Action) -> None:
+        """Check that the weights of all groups of the site are complete and up to date."""
+        slots = self.device_slots if self.spec.device_slots else self.slots
         for group, slot in zip(self.spec.sites[action.index], action.at, strict=False):
-            if held[slot] != group:
-                _fail(action, f"slot {slot} holds group {held[slot]}, not {group}")
+            if slots[slot] != group:
+                _fail(action, f"slot {slot} holds group {slots[slot]}, not {group}")
             if group in self.replayed:
                 _fail(action, f"the logged gradients of group {group} are not applied yet")
-            if self.spec.net and slot not in self.whole_there:
+            if self.spec.net and slot not in self.gathered:
                 _fail(action, f"slot {slot} holds a shard of group {group}, not all of it")
 
     def _load(self, action: Action) -> None:
         slot, device_slot = action.at
-        if self.held_in[SLOT][slot] != action.index:
-            _fail(action, f"slot {slot} holds group {self.held_in[SLOT][slot]}")
-        self.held_in[DEVICE_SLOT][device_slot] = action.index
-        self.whole_there.discard(device_slot)
+        self._check_slot(action, slot)
+        self.device_slots[device_slot] = action.index
+        self.gathered.discard(device_slot)
 
     def _all_gather(self, action: Action) -> None:
         slot = action.at[0]
-        if self.held_in[DEVICE_SLOT][slot] != action.index:
-            _fail(action, f"slot {slot} holds group {self.held_in[DEVICE_SLOT][slot]}")
-        self.whole_there.add(slot)
-
-    def _move_gradients(self, action: Action) -> None:
-        self._gradient(action)
-        self.last_gradient[action.index] = self.clocks.finished(action)
-
-    def _restore(self, action: Action) -> None:
-        for buffer in action.at[:-1]:
-            self._holds(action, "buffer", self.held_in[HOST_ACTIVATIONS][buffer])
-        self.held_in[DEVICE_ACTIVATIONS][action.at[-1]] = action.index
-
-    def _spill_activations(self, action: Action) -> None:
-        self._holds(action, "buffer", self.held_in[HOST_ACTIVATIONS][action.at[0]])
-        self.out.add(action.index)
-
-    def _fetch_activations(self, action: Action) -> None:
-        if self.from_start and action.index not in self.out:
-            _fail(action, "these activations were not moved out")
-        self.held_in[HOST_ACTIVATIONS][action.at[0]] = action.index
-
-    def _put_activations(self, action: Action, at: tuple[int, ...]) -> None:
-        buffers, by = split_buffers(action, self.spec, at)
-        for buffer in buffers:
-            self.held_in[HOST_ACTIVATIONS][buffer] = action.index
-        for buffer in by:
-            self.held_in[DEVICE_ACTIVATIONS][buffer] = action.index
-
-    def _activations(self, action: Action, at: tuple[int, ...]) -> None:
-        buffers, by = split_buffers(action, self.spec, at)
-        for buffer in buffers:
-            self._holds(action, "buffer", self.held_in[HOST_ACTIVATIONS][buffer])
-        for buffer in by:
-            self._holds(action, "the device", self.held_in[DEVICE_ACTIVATIONS][buffer])
-
-    def _holds(self, action: Action, buffer: str, site: int | None) -> None:
-        if site != action.index:
-            _fail(action, f"{buffer} holds activations of {site}")
-
-    def _end_backward(self, action: Action) -> None:
-        self.backward_end = self.clocks.finished(action)
-        self.last_gradient.clear()
-        self.since_forward.clear()
+        if self.device_slots[slot] != action.index:
+            _fail(action, f"slot {slot} holds group {self.device_slots[slot]}")
+        self.gathered.add(slot)
 
     def _read_weights(self, action: Action) -> None:
-        if action.at[0] >= self.spec.slots:
-            _fail(action, f"slot {action.at[0]} belongs to the host cache")
         group = action.index
+        self._fill_slot(action)
         if any(number == group for number, _ in self.unwritten_weights):
             _fail(action, "the newest weights are not written yet")
-        self.held_in[SLOT][action.at[0]] = group
         self.replayed.discard(group)
 
     def _read_base_weights(self, action: Action) -> None:
-        self._base(action)
-        if action.at[0] >= self.spec.slots:
-            _fail(action, f"slot {action.at[0]} belongs to the host cache")
-        self.held_in[SLOT][action.at[0]] = action.index
+        self._check_base(action)
+        self._fill_slot(action)
         self.replayed.add(action.index)
 
-    def _base(self, action: Action) -> None:
+    def _fill_slot(self, action: Action) -> None:
+        if action.at[0] >= self.spec.slots:
+            _fail(action, f"slot {action.at[0]} belongs to the host cache")
+        self.slots[action.at[0]] = action.index
+
+    def _check_slot(self, action: Action, slot: int) -> None:
+        if self.slots[slot] != action.index:
+            _fail(action, f"slot {slot} holds group {self.slots[slot]}")
+
+    def _check_base(self, action: Action) -> None:
         """Check that the last full state, which the action reads, is committed."""
         if not self.spec.log:
             _fail(action, "there is no log of gradients")
@@ -334,32 +419,28 @@ class _Contents:
             _fail(action, "C may not have committed the last full state yet")
 
     def _read_state(self, action: Action) -> None:
-        if action.at[0] >= self.spec.ring:
-            _fail(action, f"ring buffer {action.at[0]} belongs to the host cache")
         if (action.index, action.chunk) in self.unwritten and not self.spec.log:
             _fail(action, "the newest state is not written yet")
-        self.held_in[STATE][action.at[0]] = (action.index, action.chunk)
+        self._fill_ring(action)
 
-    def _hold(self, action: Action) -> None:
-        self._gradient(action)
-        self.held.add(action.index)
+    def _read_base(self, action: Action) -> None:
+        self._check_base(action)
+        self._check_slot(action, action.at[1])
+        self._fill_ring(action)
 
-    def _gradient(self, action: Action) -> None:
-        """Check that the gradients are complete: after the last B of the group, or after E."""
-        source = self.last_gradient.get(action.index, self.backward_end)
-        if source is not None and not self.clocks.has_finished(source):
-            _fail(action, f"the gradients of {source[2]} may not be there yet")
+    def _fill_ring(self, action: Action) -> None:
+        buffer = action.at[0]
+        if buffer >= self.spec.ring:
+            _fail(action, f"ring buffer {buffer} belongs to the host cache")
+        self.ring[buffer] = (action.index, action.chunk)
 
     def _update(self, action: Action) -> None:
         key = (action.index, action.chunk)
-        self._gradient(action)
-        self._chunk_at(action)
+        self.gradients.check_complete(action)
+        self._check_chunk(action)
         if key in self.updated:
             _fail(action, "is updated a second time in this step")
-        if key in self.put_away and (
-            len(action.at) < 3 or self.held_in[STAGING][action.at[2]] != key
-        ):
-            _fail(action, "its held gradients are on SSD and in no staging buffer")
+        self.gradients.check_in_memory(action)
         if self.spec.log and action.index not in self.spec.host_cached_weights:
             if action.index not in self.replayed:
                 _fail(action, "its slot does not hold the weights of the last full state")
@@ -369,75 +450,35 @@ class _Contents:
         self.unwritten.add(key)
         self.unwritten_weights.add(key)
         self.last_update = self.clocks.finished(action)
-        self.put_away.discard(key)
-        self.since_forward.add(action.index)
-        self.held_in[DEVICE_SLOT] = [
-            None if held == action.index else held for held in self.held_in[DEVICE_SLOT]
-        ]
+        self.gradients.consume(action)
+        self.device_slots = [None if held == action.index else held for held in self.device_slots]
         if action.chunk == self.spec.chunks[action.index] - 1:
-            self.held.discard(action.index)
             self.replayed.discard(action.index)
 
     def _write(self, action: Action) -> None:
-        self._chunk_at(action)
-        self._new_chunk(action)
+        self._check_chunk(action)
+        self._check_new(action)
         self.unwritten.discard((action.index, action.chunk))
         self.unwritten_weights.discard((action.index, action.chunk))
 
     def _write_weights(self, action: Action) -> None:
-        if self.held_in[SLOT][action.at[0]] != action.index:
-            _fail(action, f"slot {action.at[0]} holds group {self.held_in[SLOT][action.at[0]]}")
-        self._new_chunk(action)
+        self._check_slot(action, action.at[0])
+        self._check_new(action)
         self.unwritten_weights.discard((action.index, action.chunk))
 
-    def _new_chunk(self, action: Action) -> None:
+    def _check_new(self, action: Action) -> None:
         """Check that the chunk was updated and not yet written, and that a generation is open."""
         if (action.index, action.chunk) not in self.unwritten:
             _fail(action, "there is nothing new to write")
         if self.step_end is not None and not self.clocks.has_finished(self.step_end):
             _fail(action, "would write into the generation that C is committing")
 
-    def _chunk_at(self, action: Action) -> None:
+    def _check_chunk(self, action: Action) -> None:
         """Check that the state and the weights of the chunk are in the named buffer and slot."""
         buffer, slot = action.at[:2]
-        if self.held_in[STATE][buffer] != (action.index, action.chunk):
-            _fail(action, f"ring buffer {buffer} holds {self.held_in[STATE][buffer]}")
-        if self.held_in[SLOT][slot] != action.index:
-            _fail(action, f"slot {slot} holds group {self.held_in[SLOT][slot]}")
-
-    def _spill_gradients(self, action: Action) -> None:
-        if action.index not in self.held:
-            _fail(action, "these gradients are not held")
-        self.put_away.add((action.index, action.chunk))
-        self.held_in[STAGING][action.at[0]] = None
-
-    def _fetch_gradients(self, action: Action) -> None:
-        if self.from_start and (action.index, action.chunk) not in self.put_away:
-            _fail(action, "these gradients were not put away")
-        self.held_in[STAGING][action.at[0]] = (action.index, action.chunk)
-
-    def _read_base(self, action: Action) -> None:
-        buffer, slot = action.at
-        self._base(action)
-        if buffer >= self.spec.ring:
-            _fail(action, f"ring buffer {buffer} belongs to the host cache")
-        if self.held_in[SLOT][slot] != action.index:
-            _fail(action, f"slot {slot} holds group {self.held_in[SLOT][slot]}")
-        self.held_in[STATE][buffer] = (action.index, action.chunk)
-
-    def _commit_log(self, action: Action) -> None:
-        if not self.spec.log:
-            _fail(action, "there is no log of gradients")
-        if self.backward_end is not None and not self.clocks.has_finished(self.backward_end):
-            _fail(action, "backward may not have ended")
-        missing = {
-            (group, chunk)
-            for group in self.spec.spilled_gradients
-            for chunk in range(self.spec.chunks[group])
-        } - self.put_away
-        if missing and self.from_start:
-            group, chunk = min(missing)
-            _fail(action, f"the gradients of group {group} chunk {chunk} are not appended")
+        if self.ring[buffer] != (action.index, action.chunk):
+            _fail(action, f"ring buffer {buffer} holds {self.ring[buffer]}")
+        self._check_slot(action, slot)
 
     def _end_step(self, action: Action) -> None:
         stays = {k for k in self.spec.host_cached_state if k[0] in self.spec.host_cached_weights}
@@ -467,24 +508,24 @@ class _Contents:
         Op.BACKWARD: _backward,
         Op.LOAD_WEIGHTS: _load,
         Op.ALL_GATHER: _all_gather,
-        Op.REDUCE_SCATTER: _move_gradients,
-        Op.OFFLOAD_GRADIENTS: _move_gradients,
-        Op.OFFLOAD_ACTIVATIONS: lambda contents, a: contents._activations(a, a.at),
-        Op.RESTORE_ACTIVATIONS: _restore,
-        Op.SPILL_ACTIVATIONS: _spill_activations,
-        Op.FETCH_ACTIVATIONS: _fetch_activations,
-        Op.BACKWARD_DONE: _end_backward,
+        Op.REDUCE_SCATTER: lambda contents, a: contents.gradients.move(a),
+        Op.OFFLOAD_GRADIENTS: lambda contents, a: contents.gradients.move(a),
+        Op.OFFLOAD_ACTIVATIONS: _offload_activations,
+        Op.RESTORE_ACTIVATIONS: lambda contents, a: contents.activations.restore(a),
+        Op.SPILL_ACTIVATIONS: lambda contents, a: contents.activations.spill(a),
+        Op.FETCH_ACTIVATIONS: lambda contents, a: contents.activations.fetch(a),
+        Op.BACKWARD_DONE: lambda contents, a: contents.gradients.end_backward(a),
         Op.READ_WEIGHTS: _read_weights,
         Op.READ_STATE: _read_state,
         Op.READ_BASE_WEIGHTS: _read_base_weights,
         Op.READ_BASE: _read_base,
-        Op.SUM_SQUARES: _hold,
+        Op.SUM_SQUARES: lambda contents, a: contents.gradients.hold(a),
         Op.UPDATE: _update,
         Op.WRITE: _write,
         Op.WRITE_WEIGHTS: _write_weights,
-        Op.SPILL_GRADIENTS: _spill_gradients,
-        Op.FETCH_GRADIENTS: _fetch_gradients,
-        Op.FETCH_LOGGED: _fetch_gradients,
-        Op.COMMIT_LOG: _commit_log,
+        Op.SPILL_GRADIENTS: lambda contents, a: contents.gradients.spill(a),
+        Op.FETCH_GRADIENTS: lambda contents, a: contents.gradients.fetch(a),
+        Op.FETCH_LOGGED: lambda contents, a: contents.gradients.fetch(a),
+        Op.COMMIT_LOG: lambda contents, a: contents.gradients.commit_log(a),
         Op.END_STEP: _end_step,
     }

@@ -276,10 +276,10 @@ def snapshot(
     With `with_fixed=False` the fixed regions are left out. Such a snapshot cannot be restored on
     its own, but `rewind` can bring this store back to it.
     """
-    if store.status is not Status.CLEAN:
+    if store.health.status is not Status.CLEAN:
         raise StoreError(
             f"a snapshot of {store.dirs[0]} needs a clean store, this one is"
-            f" {store.status.value}; commit(clean=True) first"
+            f" {store.health.status.value}; commit(clean=True) first"
         )
     if store.log is not None and store.log.live:
         raise StoreError(
@@ -296,7 +296,7 @@ def snapshot(
     _remove_if_present(partial)
     with Store.create(
         partial,
-        [region for region in store.regions if with_fixed or not region.fixed],
+        [region for region in store.layout.regions if with_fixed or not region.fixed],
         durability="checkpoint",
         engine=engine,
         first_generation=store.generation,
@@ -336,19 +336,6 @@ def snapshot_generation(target: str | Path) -> int | None:
     return None if manifest is None else manifest.generation
 
 
-def is_whole(dirs: str | Path | Sequence[str | Path]) -> bool:
-    """Return whether `dirs` hold a committed store without unfinished writes in place.
-
-    Only the first directory is examined. A restore renames it into place last, so its presence
-    implies that of the others.
-    """
-    primary = store_dirs(dirs)[0]
-    if not (primary / IDENTITY).exists():
-        return False
-    manifest = read_manifest(primary)
-    return manifest is not None and manifest.clean
-
-
 @storage_errors("restoring a snapshot")
 def restore(
     target: str | Path,
@@ -374,7 +361,7 @@ def restore(
         def create() -> Store:
             return Store.create(
                 partial,
-                source.regions,
+                source.layout.regions,
                 durability=durability,
                 weights=weights,
                 engine=engine,
@@ -411,8 +398,10 @@ def rewind(store: Store, target: str | Path, *, meta: Mapping[str, Any] | None =
     committed generation of the store does not change before the commit.
     """
     with Store.open(find_snapshot(target), verify="always", with_scratch=False) as source:
-        regions = {(r.key, r.chunks) for r in store.regions if not (r.fixed or r.scratch)}
-        if regions != {(r.key, r.chunks) for r in source.regions if not (r.fixed or r.scratch)}:
+        regions = {(r.key, r.chunks) for r in store.layout.regions if not (r.fixed or r.scratch)}
+        if regions != {
+            (r.key, r.chunks) for r in source.layout.regions if not (r.fixed or r.scratch)
+        }:
             raise StoreError(
                 f"{target} is a snapshot of another store than {store.dirs[0]}: their regions "
                 "differ; name a checkpoint of this training"

@@ -70,7 +70,9 @@ class Layout:
     def find(self, key: str, chunk: int) -> Extent:
         extents = self._by_key.get(key)
         if extents is None:
-            raise StoreError(f"the store has no region {key!r}; its regions are in Store.regions")
+            raise StoreError(
+                f"the store has no region {key!r}; its regions are in Store.layout.regions"
+            )
         if not 0 <= chunk < len(extents):
             raise StoreError(f"region {key!r} has chunks 0..{len(extents) - 1}, not {chunk}")
         return extents[chunk]

@@ -160,6 +160,9 @@ class Volume:
         self._files: dict[tuple[int, int], int] = {}
         self._further: dict[int, Path] = {}  # files of `open_file`, by number
 
+    def disk_slot_of(self, generation: int) -> int:
+        return generation % self.disk_slots
+
     def create_files(self, *, with_scratch: bool) -> None:
         for directory in range(len(self.dirs)):
             for disk_slot in (*range(self.disk_slots), FIXED_DISK_SLOT):

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from lohan.errors import ChecksumError, LohanError, StorageIOError, StoreError
+from lohan.errors import ChecksumError, StorageIOError, StoreError
 from lohan.store import files
 from lohan.store.extents import Extent, Layout, Region, layout_from_json, plan_layout
 from lohan.store.files import LOG, LOG_DATA, LOG_PREPARED, rename_durably
@@ -32,6 +32,7 @@ from lohan.store.manifest import (
     read_manifest,
     write_json,
 )
+from lohan.store.transfers import Counters, wait_for_all
 from lohan.util.files import WrongType, checked, from_json
 from lohan.util.units import PAGE
 
@@ -171,7 +172,7 @@ class GradientLog:
         self._barrier = barrier
         self._timeout_s, self._lock = timeout_s, threading.Lock()
         self._outstanding: set[LogTicket] = set()
-        self.bytes_read = self.bytes_written = 0
+        self.counters = Counters(0, 0)
         # Entries that an earlier process has written, by segment. They are verified when they are
         # read.
         self._unverified = {entry.segment: entry for entry in manifest.entries}
@@ -331,22 +332,15 @@ class GradientLog:
             if ticket.kind == "write":
                 assert ticket.crc is not None
                 self._written[ticket.extent.index] = ticket.buffer.nbytes, ticket.crc
-                self.bytes_written += ticket.buffer.nbytes
+                self.counters += Counters(0, ticket.buffer.nbytes)
             else:
-                self.bytes_read += ticket.buffer.nbytes
+                self.counters += Counters(ticket.buffer.nbytes, 0)
         if ticket.kind == "read" and ticket.crc is not None:
             self._compare(ticket)
 
     def wait_all(self, tickets: Iterable[LogTicket]) -> None:
         """Wait for all tickets, then raise the first error."""
-        failed: LohanError | None = None
-        for ticket in tickets:
-            try:
-                self.wait(ticket)
-            except LohanError as error:
-                failed = failed or error
-        if failed is not None:
-            raise failed
+        wait_for_all(self.wait, tickets)
 
     def _compare(self, ticket: LogTicket) -> None:
         actual, extent = checksum(ticket.buffer), ticket.extent

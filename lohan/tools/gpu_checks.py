@@ -310,7 +310,7 @@ def step(session: Session, batch: Mapping[str, torch.Tensor]) -> float:
 def digest_of(session: Session) -> str:
     session.flush()
     digest, store = hashlib.sha256(), session.store
-    for region in store.regions:
+    for region in store.layout.regions:
         for chunk, size in enumerate(() if region.scratch else region.chunks):
             buffer = aligned_buffer(size)
             store.wait(store.read(region.key, chunk, buffer))

@@ -38,7 +38,6 @@ class LateDevice(AcceleratorDevice):
         super().__init__(memory, number=number)
         self._pause: Callable[[int], Any] = pause or torch.cuda._sleep
         self._random = random.Random(seed)
-        self.pauses = 0  # number of pauses enqueued so far
 
     def copy(self, lane: str, pairs: Pairs, *, after: Event | None = None) -> Event:
         self._be_late(self._streams[lane])
@@ -51,4 +50,3 @@ class LateDevice(AcceleratorDevice):
     def _be_late(self, stream: Any) -> None:
         with self._current(stream):
             self._pause(self._random.randrange(LONGEST_PAUSE))
-        self.pauses += 1

@@ -23,7 +23,7 @@ from lohan.engine.session import Session
 from lohan.errors import ConfigError
 from lohan.planner.forecast import Forecast
 from lohan.planner.wear import Alternative
-from lohan.store.store import Counters
+from lohan.store.transfers import Counters
 from lohan.train.run_folder import WARM_UP_STEPS, RunFolder, append_row
 from lohan.util.memory import rss_bytes, total_memory_bytes
 from lohan.util.trace import Span, Trace, busy_s
@@ -78,7 +78,7 @@ class Journal:
             predicted = figures(session.context.forecast(self._profile, session.plan))
         self._write(
             "plan",
-            host_bytes=session.host_bytes,
+            host_bytes=session.context.host_bytes,
             plan=session.plan.to_json(),
             predicted=predicted,
             origin=self._origin,

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from lohan.checkpoint.train_state import SMALLEST_SCALE, TrainState
 from lohan.config import Config
 from lohan.data.text import chosen_template
+from lohan.engine.export import export_session
 from lohan.engine.session import Session
 from lohan.errors import TrainingError
 from lohan.train.evaluation import History, evaluate
@@ -129,7 +130,8 @@ class PeriodicTasks:
         self._session.commit()
         mark = export_mark(self._folder, self._config) if self._first else None
         with self._meter.aside(), users_umask():
-            self._session.export_committed(
+            export_session(
+                self._session,
                 self._folder.best,
                 source_folder=self._config.model,
                 mark=mark,

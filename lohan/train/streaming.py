@@ -119,7 +119,7 @@ def open_stream(
         stores: tuple[Store, ...] = ()
         if source.stores is not None:
             stores = undo.enter_context(open_set(source.stores, fold=fold_log))
-            held = stored_model(stores[0].meta, stores[0].regions)
+            held = stored_model(stores[0].meta, stores[0].layout.regions)
             dtype = held.state_format.name
         dtype = dtype or own_dtype(source.folder)
         model = load(source.folder, dtype=dtype, lora=source.lora).eval()

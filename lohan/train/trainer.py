@@ -20,10 +20,12 @@ from lohan.config import Config, TrainConfig
 from lohan.data.cache import CACHE_FILES
 from lohan.data.text import chosen_template
 from lohan.device.ranks import ProcessGroup, in_turn, run_ranks
+from lohan.engine.export import export_session
 from lohan.engine.replanning import OomGuard, Replanner
 from lohan.engine.session import Session
 from lohan.errors import ConfigError, LohanError
 from lohan.model.options import PlanOptions
+from lohan.param_groups import META_KEY, changed_members
 from lohan.planner.forecast import Forecast
 from lohan.planner.planner import make_plan
 from lohan.planner.wear import (
@@ -267,7 +269,7 @@ def resume_session(
             display.note(f"{done}; --steps extends it")
         else:
             display.note(f"resuming after step {session.step} of {inputs.total}")
-            if changed := session.changed_groups():
+            if changed := changed_groups(session):
                 display.note(changed)
             if note := schedule_note(before, config.train, session.step, planned, inputs.total):
                 display.note(note)
@@ -275,6 +277,17 @@ def resume_session(
         session.close()
         raise
     return session, inputs, config
+
+
+def changed_groups(session: Session) -> str:
+    """Describe how parameter groups differ from those of the last committed step.
+
+    Returns an empty string if they do not. Optimizer state belongs to each parameter, so such a
+    change is allowed.
+    """
+    groups = session.executor.record.groups
+    now = groups.to_json(groups.at(session.step))
+    return changed_members(session.store.meta.get(META_KEY), now)
 
 
 def repair_run_logs(folder: RunFolder, session: Session, total: int, display: Display) -> None:
@@ -400,7 +413,9 @@ def run(
 
 
 def show_start(session: Session, config: Config, display: Display) -> None:
-    for line in session.describe_plan():
+    context = session.context
+    lines = session.plan.describe(host_bytes=context.host_bytes, device_bytes=context.device_bytes)
+    for line in lines:
         display.note(line)
     show_memory(session, display)
     show_commits(session, display)
@@ -424,7 +439,7 @@ def one_step(
     batch = inputs.train_examples.batch(session.step, config.train.batch)
     tokens = task.tokens(session.model, batch)
     row: dict[str, Any] = {"step": session.step + 1, "lr": session.lr, "tokens": tokens}
-    share, device, state = Share(session, task), executor.device, executor.train_state
+    share, device, state = Share(session, task), executor.device, executor.record.train_state
     before = device.random_state()
     reads_late = share.reads_late
     loss, read = share.loss(batch)
@@ -437,20 +452,20 @@ def one_step(
         """Complete the row; called at the end of backward."""
         row["loss"] = read()
         check_loss(row["loss"], state)
-        check_norm(executor.grad_norm, state, executor.train_state)
+        check_norm(session.grad_norm, state, executor.record.train_state)
         row.update(meter.row(tokens=tokens))
         gathered = session.process_group.all_gather_object(
             {name: row[name] for name in SUMMED_METRICS}
         )
         row.update({name: sum(other[name] for other in gathered) for name in SUMMED_METRICS})
-        if executor.grad_norm is not None:
-            row["grad_norm"] = executor.grad_norm
+        if session.grad_norm is not None:
+            row["grad_norm"] = session.grad_norm
             row.update(executor.clipping.counts)
-        if executor.train_state.skipped_steps > state.skipped_steps:
+        if executor.record.train_state.skipped_steps > state.skipped_steps:
             row["skipped"] = True
         return {"metrics": row, UNLOGGED: [] if pending is None else pending.add(row)}
 
-    executor.extra_meta = metrics
+    executor.record.extra_meta = metrics
     loss.backward()  # type: ignore[no-untyped-call]
     if session.must_run_again:
         device.set_random_state(before)
@@ -593,7 +608,11 @@ class StepLog:
             self.pending.logged(row["step"])
 
     def catch_up(self) -> None:
-        self._session.make_durable()
+        # With a log, the gradients of the last step are on SSD when its updates have ended.
+        if self._session.plan.log_gradients:
+            self._session.flush()
+        else:
+            self._session.commit()
         self.write()
 
 
@@ -616,7 +635,8 @@ def export(session: Session, folder: RunFolder, config: Config, display: Display
     for what, out in final_exports(folder, config).items():
         mark = export_mark(folder, config) if first else None
         with users_umask():
-            session.export_committed(
+            export_session(
+                session,
                 out,
                 source_folder=config.model,
                 mark=mark,

@@ -35,7 +35,7 @@ class NotJson(BadJson):
 
     def __init__(self, what: str, line: int, column: int) -> None:
         super().__init__(f"{what} at line {line}, column {column}")
-        self.what, self.line, self.column = what, line, column
+        self.what, self.column = what, column
 
 
 def parse_json(text: str | bytes) -> Any:

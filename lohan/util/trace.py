@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import time
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
@@ -43,6 +45,8 @@ class Trace:
         self._earlier = 0  # Number of spans in `_step` that belong to earlier steps.
         # Number of spans in `_step` before the last inference pass, or None.
         self._inference: int | None = None
+        self.forward_began_s = 0.0  # start of the last forward with gradients
+        self.inference_began_s = math.inf  # start of the first one without gradients since then
 
     def add(self, span: Span) -> None:
         # Lanes add spans from their own threads; list.append is atomic.
@@ -54,11 +58,16 @@ class Trace:
             del self._step[: self._earlier]
             self._earlier, self._inference = len(self._step), None
 
+    def begin_forward(self) -> None:
+        """Record the beginning of a pass with gradients."""
+        self.forward_began_s, self.inference_began_s = time.perf_counter(), math.inf
+
     def begin_inference(self) -> None:
         """Record the beginning of a pass without gradients.
 
         Of several passes in a row, only the spans of the last are kept.
         """
+        self.inference_began_s = min(self.inference_began_s, time.perf_counter())
         if not self._keep:
             if self._inference is not None:
                 del self._step[self._inference :]

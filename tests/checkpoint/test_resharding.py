@@ -162,7 +162,7 @@ def test_manifests_record_rank_and_step(places):
         assert {meta["progress"]["step"] for meta in metas} == {9}
         assert len({meta[COMMITS] for meta in metas}) == 1
         assert {store.generation for store in stores} == {3}
-        assert all(any(region.scratch for region in store.regions) for store in stores)
+        assert all(any(region.scratch for region in store.layout.regions) for store in stores)
         assert metas[0]["rng"] == "r0" != metas[1]["rng"]
         with torch.random.fork_rng():
             restore_rng(metas[1], CpuDevice())  # is one that torch takes

@@ -13,7 +13,7 @@ from lohan.device.base import CpuDevice, Event
 from lohan.device.choose import open_device
 from lohan.device.emulated import UNIFIED_NAME, EmulatedDevice, UnifiedDevice
 from lohan.engine.attach import machine_with
-from lohan.engine.lanes import Lanes
+from lohan.engine.lanes import Progress
 from lohan.errors import BudgetError, ConfigError
 from lohan.model.machine import Profile
 from lohan.model.options import PlanOptions
@@ -158,20 +158,20 @@ def test_peak_of_the_one_memory_is_within_the_plan(tmp_path):
 
 def test_lanes_see_a_block_when_its_compute_is_done(monkeypatch, tmp_path):
     """Lanes use the memory of compute, so a block must not end before its event has come."""
-    device, unfinished, finish = UnifiedDevice(), list[str](), Lanes._finish
+    device, unfinished, finish = UnifiedDevice(), list[str](), Progress.finish
     marks, mark = [device.mark()], device.mark
 
     def marked() -> Event:
         marks.append(mark())
         return marks[-1]
 
-    def finished(lanes: Lanes, job: Any, *rest: Any) -> None:
+    def finished(progress: Progress, job: Any, *rest: Any) -> None:
         if job.action.lane == "compute" and not marks[-1].passed:
             unfinished.append(job.action.name)
-        finish(lanes, job, *rest)
+        finish(progress, job, *rest)
 
     monkeypatch.setattr(device, "mark", marked)
-    monkeypatch.setattr(Lanes, "_finish", finished)
+    monkeypatch.setattr(Progress, "finish", finished)
     rows, model = net_batches(2), small_net()
     with attached(model, tmp_path, device=device, engine=memory_engine()) as session:
         device.delay = lambda lane: time.sleep(0.005)

@@ -27,6 +27,7 @@ from lohan.train.run_folder import RunFolder
 from lohan.train.trainer import begin, one_step
 from lohan.util.display import Display
 from lohan.util.units import parse_bytes
+from tests.support.delayed_runs import delay_actions
 from tests.support.model_folders import save_tokenizer
 from tests.support.models import MEMORY_TOLERANCE, save_llama
 
@@ -154,7 +155,7 @@ def held(folder: Path, ssd: Path, seq: int, *, slow: bool, **options):
         **options,
     ) as session:
         if slow:
-            session.executor.lanes.delay = slow_writes
+            delay_actions(session, slow_writes)
         live = LiveMemory(session)
         for step in range(3):
             if step == 1:  # the first makes what stays: resident gradients, recipes

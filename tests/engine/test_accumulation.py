@@ -128,7 +128,7 @@ def test_accumulation_moves_caches_out_of_memory(tmp_path):
                     losses.append(model(**batch).loss / 2)
                     losses[-1].backward()
         assert session.plan != first
-        assert session.host_bytes == budget_bytes - sums_bytes
+        assert session.context.host_bytes == budget_bytes - sums_bytes
         assert session.executor.pool.peak_bytes <= budget_bytes
         assert [loss.item() for loss in losses] == pytest.approx(expected, rel=1e-5)
         actual = model.state_dict()

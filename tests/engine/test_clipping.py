@@ -77,7 +77,7 @@ def run(model, train_batches, place, *, limit):
             loss = loss_of(model, batch)
             loss.backward()
             losses.append(loss.item())
-            norms.append(session.executor.grad_norm)
+            norms.append(session.grad_norm)
         return losses, norms, master_weights(session)
 
 
@@ -137,7 +137,7 @@ def test_without_clipping_nothing_is_held(tmp_path, monkeypatch):
     tune_plans(monkeypatch, PlanTuning())
     with attached(small_net("tied"), tmp_path, clip=0.0, update_mode="optimized") as session:
         assert gate_of(session.plan) is Gate.NONE
-        assert not any(region.scratch for region in session.store.regions)
+        assert not any(region.scratch for region in session.store.layout.regions)
         seen = []
         original = session.executor.runner.run
         session.executor.runner.run = lambda action, context: (
@@ -149,7 +149,7 @@ def test_without_clipping_nothing_is_held(tmp_path, monkeypatch):
         session.flush()
         assert set(seen) == {"U"}
         assert session.executor.runner.pending.on_host == {}
-        assert session.executor.grad_norm is None
+        assert session.grad_norm is None
 
 
 def test_held_gradients_are_released_after_their_update(tmp_path, monkeypatch):

@@ -137,7 +137,7 @@ def committed_bytes(session: lohan.Session) -> bytes:
     """Return what a crash would leave of a streamed group and of a cached one."""
     store = session.store
     created = []
-    for region in store.regions:
+    for region in store.layout.regions:
         if not region.scratch:
             buffer = aligned_buffer(region.chunks[0])
             store.wait(store.read(region.key, 0, buffer))
@@ -221,7 +221,7 @@ def test_a_new_plan_begins_with_a_commit(plain, tmp_path, monkeypatch):
 def test_commits_a_step_if_the_next_would_end_too_late(monkeypatch):
     """A step commits if the next would end too late; the first ones of a plan in any case."""
     now = 0.0
-    monkeypatch.setattr("lohan.engine.executor.time.monotonic", lambda: now)
+    monkeypatch.setattr("lohan.engine.step.time.monotonic", lambda: now)
     plan: Any = SimpleNamespace(commit=Interval(0, 10.0))
     clock, commits, seen = CommitClock(plan, ALONE), True, []
     for _ in range(12):

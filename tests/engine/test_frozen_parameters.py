@@ -102,7 +102,7 @@ def test_frozen_groups_have_no_state_and_no_writes(tmp_path):
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in model.parameters()) - trained
     with attached(model, tmp_path, batch=data[0]) as session:
-        regions = {region.key: region for region in session.store.regions}
+        regions = {region.key: region for region in session.store.layout.regions}
         groups = session.executor.blocks.groups
         for group in groups:
             assert regions[f"w/{group.key}"].fixed is group.frozen

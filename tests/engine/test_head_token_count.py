@@ -24,4 +24,4 @@ def test_caller_sets_the_number_of_labels(tmp_path):
         loss = model(**given).loss
         loss.backward()
         assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
-        assert session.executor.grad_norm == pytest.approx(norm, rel=1e-4)
+        assert session.grad_norm == pytest.approx(norm, rel=1e-4)

@@ -28,7 +28,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 
 def state_bytes(session: lohan.Session) -> int:
-    return sum(sum(r.chunks) for r in session.store.regions if not r.scratch)
+    return sum(sum(r.chunks) for r in session.store.layout.regions if not r.scratch)
 
 
 @pytest.mark.parametrize(("mode", "clip"), MODES)
@@ -43,7 +43,7 @@ def test_every_committed_step_is_on_disk(cached, mode, clip, tmp_path, monkeypat
         before = session.store.counters.bytes_written
         train_until(session, until=step)
         session.flush()
-        spilled = sum(sum(r.chunks) for r in session.store.regions if r.scratch)
+        spilled = sum(sum(r.chunks) for r in session.store.layout.regions if r.scratch)
         assert session.store.counters.bytes_written - before >= state_bytes(session)
         assert session.store.counters.bytes_written - before <= state_bytes(session) + spilled
         if step in (2, 3):  # as a crash leaves it: nothing was closed

@@ -63,15 +63,17 @@ class Recorder:
 def make():
     created: list[Lanes] = []
 
-    def lanes(runner: Recorder, *, way: str = "threads", stall_s: float = 30.0) -> Lanes:
+    def lanes(
+        runner: Recorder, *, way: str = "threads", stall_s: float = 30.0, **options: Any
+    ) -> Lanes:
         """Create lanes; `way` selects the thread of updates, or no overlap."""
         created.append(
             Lanes(
                 runner,
                 overlap=way != "plain",
-                trace=Trace(keep=True),
                 stall_s=stall_s,
                 updates_on_caller=way == "caller",
+                **{"trace": Trace(keep=True), **options},
             )
         )
         return created[-1]
@@ -312,13 +314,14 @@ def test_failure_completes_actions_in_flight_and_commits_nothing(make):
 def test_lane_that_fails_to_start_raises(make):
     """A device that its thread cannot use: at its first action, not after a stall."""
     runner = Recorder()
-    lanes = make(runner)
+    device = CpuDevice()
 
     def refuse(lane: str) -> None:
         if lane == "ssd":
             raise RuntimeError(f"no device for {lane}")
 
-    lanes._device = SimpleNamespace(enter=refuse, has_own_memory=False, mark=CpuDevice().mark)
+    device.enter = refuse  # type: ignore[method-assign]
+    lanes = make(runner, device=device)
     with pytest.raises(RuntimeError, match="no device for ssd"):
         drive(lanes, runner, TEXT)
     lanes.reset()
@@ -452,9 +455,9 @@ def test_close_leaves_no_thread_even_with_work_queued():
 
 def test_every_action_leaves_a_span(make):
     runner = Recorder()
-    lanes = make(runner)
-    drive(lanes, runner, TEXT)
-    spans = lanes._trace.take_step()
+    trace = Trace(keep=True)
+    drive(make(runner, trace=trace), runner, TEXT)
+    spans = trace.take_step()
     assert sorted((s.lane, s.name) for s in spans) == sorted(
         (a.lane, a.name) for a in from_text(TEXT)
     )

@@ -362,11 +362,11 @@ def test_a_store_with_logged_steps_is_folded_by_a_tool(
     expected = train_with_delays(small_net("tied"), dataset, tmp_path / "plain", overlap=False)
     place = tmp_path / "logged"
     session = attached(small_net("tied"), place, budget=budget(place, 4), engine="threads")
-    session.executor.commit_clock._steps = 10  # no more settling
+    session.executor.steps.clock._steps = 10  # no more settling
     for batch in dataset:
         session.model(**batch).backward()
     session.flush()
-    session._stop()  # as a process that dies: nothing is folded
+    session.execution.stop()  # as a process that dies: nothing is folded
     session.store.close()
     dirs = place / "lohan-store"
     with Store.open(dirs, engine="threads", replays=True) as store:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lohan.engine.actions import ActionRunner
+from lohan.engine.actions import SsdOperations
 from lohan.errors import LohanError
 from lohan.model.machine import Drive, Profile
 from lohan.planner.forecast import profile_of_step
@@ -99,11 +99,11 @@ def test_bytes_of_new_operation_count_in_a_measured_profile():
 def test_engine_runs_and_traces_new_operation_by_one_branch(archive, tmp_path, monkeypatch):
     seen = []
 
-    def branch(runner: ActionRunner, action):
+    def branch(ssd: SsdOperations, action):
         seen.append(action.token())
-        yield runner._ring.read(runner._groups[action.index], action.chunk, action.at[0])
+        yield ssd.ring.read(ssd.groups[action.index], action.chunk, action.at[0])
 
-    monkeypatch.setitem(ActionRunner._RUN, "Z", branch)
+    monkeypatch.setitem(SsdOperations._RUN, "Z", branch)
     with attached(small_net("tied"), tmp_path) as session:
         lanes = session.executor.lanes
         lanes.enqueue(from_text("Z0.0@0"))

@@ -316,11 +316,11 @@ def test_plan_counts_every_byte_of_state(tmp_path):
             optimizer=optimizer_with(name, moments),
             engine=memory_engine(),
         ) as session:
-            stored = sum(sum(r.chunks) for r in session.store.regions if not r.scratch)
+            stored = sum(sum(r.chunks) for r in session.store.layout.regions if not r.scratch)
             entry = next(e for e in session.plan.ledger if e.owner == "weights and state x2")
             assert entry.bytes == 2 * stored
             planned = {e.owner: e.bytes for e in session.plan.ledger if e.tier == "host"}
-            held = session.executor.runner._ring._buffers
+            held = session.executor.runner.host_cache._ring._buffers
             assert sum(len(buffer.bytes) for buffer in held) == sum(
                 planned.get(owner, 0)
                 for owner in ("optimizer state ring", "cached optimizer state")

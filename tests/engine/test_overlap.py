@@ -31,6 +31,7 @@ from tests.support.delayed_runs import (
     PlanTuning,
     RunResult,
     check_overlap,
+    delay_actions,
     delay_lanes,
     memory_engine,
     net_batches,
@@ -228,7 +229,7 @@ def test_fp16_overflow_before_the_last_step_is_committed(tmp_path, monkeypatch):
                 late.append(action.name)
                 time.sleep(0.2)
 
-        session.executor.lanes.delay = delay
+        delay_actions(session, delay)
 
     monkeypatch.setattr("tests.support.delayed_runs.delay_lanes", slow)
     check_overlap(case, tmp_path, PlanTuning(slots=8, spilled=0.0), mode="balanced", seed=0)
@@ -362,7 +363,7 @@ def test_the_other_reads_of_a_failed_action_are_completed(refused, tmp_path, mon
     with attached(small_net("plain"), tmp_path, engine=engine) as session:
         go_on(session, until=1)
         start, submit = session.executor.runner.submit, engine.read
-        chunks = session.executor.spec.chunks
+        chunks = session.executor.runner.spec.chunks
 
         def failing(action: Action) -> object:
             several = action.kind == "R" and chunks[action.index] > 1

@@ -20,7 +20,14 @@ from lohan.device.emulated import EmulatedDevice
 from lohan.planner.planner import Planned, PlanProblem, closed_form_plan
 from lohan.schedule.actions import Action
 from lohan.util.units import MiB
-from tests.support.delayed_runs import PlanTuning, memory_engine, net_batches, small_net, tune_plans
+from tests.support.delayed_runs import (
+    PlanTuning,
+    delay_actions,
+    memory_engine,
+    net_batches,
+    small_net,
+    tune_plans,
+)
 from tests.support.models import attached, stored_bytes
 
 LATE_S = 0.004
@@ -37,7 +44,7 @@ def make_late(session: lohan.Session, late: str) -> None:
         if action.lane == late:
             time.sleep(LATE_S)
 
-    session.executor.lanes.delay = lane
+    delay_actions(session, lane)
     device = session.context.device
     assert isinstance(device, EmulatedDevice)
     lane_of = {"slices": "h2d"}  # slices come to the device over the same link

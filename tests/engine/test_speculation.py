@@ -74,12 +74,12 @@ def check(
                     break
                 torch.set_rng_state(before)
             losses.append(loss.item())
-            norms.append(executor.grad_norm)
+            norms.append(session.grad_norm)
             actual = executor.clipping.counts
             counts.append(
                 tuple(actual[key] for key in ("speculated", "rolled_back") if key in actual)
             )
-        RunResult(losses, norms, stored_bytes(session), executor.train_state).check(expected)
+        RunResult(losses, norms, stored_bytes(session), executor.record.train_state).check(expected)
         assert counts == ways
         assert not executor.runner.pending.on_host
 

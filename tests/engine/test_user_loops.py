@@ -253,7 +253,7 @@ def test_fp16_overflow_skips_the_step(where, tmp_path):
     model = small_model("llama", dtype=torch.float16)
     with attached(model, tmp_path, optimizer=lohan.AdamW(lr=1e-3)) as session:
         model(**data[0]).loss.backward()
-        before, scale = stored_bytes(session), session.executor.train_state.loss_scale
+        before, scale = stored_bytes(session), session.executor.record.train_state.loss_scale
         with torch.no_grad():
             wanted = model(**data[1]).loss.item()
         if where == "in the head":
@@ -264,20 +264,20 @@ def test_fp16_overflow_skips_the_step(where, tmp_path):
             )
             model(**data[1]).loss.backward()
             handle.remove()
-        progress = session.executor.train_state
+        progress = session.executor.record.train_state
         assert (progress.step, progress.updates, progress.skipped_steps) == (2, 1, 1)
         assert progress.loss_scale == scale / 2
         assert stored_bytes(session) == before
         loss = model(**data[1]).loss
         assert loss.item() == wanted
         loss.backward()
-        progress = session.executor.train_state
+        progress = session.executor.record.train_state
         assert (progress.step, progress.updates, progress.skipped_steps) == (3, 2, 1)
         after = stored_bytes(session)
         assert all(after[key] != before[key] for key in before)
     again = small_model("llama", dtype=torch.float16)
     with attached(again, tmp_path, resume=True) as session:  # the counters are committed too
-        assert session.executor.train_state == progress
+        assert session.executor.record.train_state == progress
         assert stored_bytes(session) == after
 
 

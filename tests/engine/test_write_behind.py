@@ -68,7 +68,7 @@ def test_writes_run_beside_backward_and_the_commit_behind_them(
     tune_plans(monkeypatch, PlanTuning(cached=0.5, spilled=spilled))
     model = small_net()
     with attached(model, tmp_path, clip=CLIP) as session:
-        spec = session.executor.spec
+        spec = session.executor.runner.spec
         everything = {f"W{g}.{c}" for g, count in enumerate(spec.chunks) for c in range(count)}
         stay = {f"W{g}.{c}" for g, c in spec.host_cached_state if g in spec.host_cached_weights}
         assert len(stay) > 1 and stay != everything

@@ -116,5 +116,5 @@ def test_values_that_bf16_represents_take_no_room_for_a_remainder(tmp_path):
             parameter.copy_(parameter.bfloat16())
     with attached(model, tmp_path, dtype="bf16") as session:
         groups = [group for group in session.context.blocks.groups if group.frozen]
-        regions = {region.key for region in session.store.regions}
+        regions = {region.key for region in session.store.layout.regions}
     assert groups and not regions & {exact_key(group) for group in groups}

@@ -305,7 +305,7 @@ def test_trains_model_of_lohan_load_with_budget_from_environment(tmp_path, monke
     )
     trainer.train()
     assert trainer.session.store.dirs[0].parent == tmp_path / "drive"
-    assert trainer.session.host_bytes == 64 * 2**20
+    assert trainer.session.context.host_bytes == 64 * 2**20
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     expected = transformers.Trainer(
         model=plain,

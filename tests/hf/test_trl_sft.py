@@ -139,9 +139,9 @@ def test_a_change_of_plan_leaves_the_loss_as_it_is(tmp_path):
     settings = {"loss_type": "dft", "max_steps": 2, "eval_strategy": "no"}
     trainer = run_sft_trainer(lohan.hf.SFTTrainer, tmp_path, **settings)
     session, before = trainer.session, trainer.evaluate()["eval_loss"]
-    session.head.ranks_apart, session.executor.mean_over = True, 3
+    session.head.ranks_apart, session.executor.record.mean_over = True, 3
     session.follow(session.plan)
-    assert session.head.ranks_apart and session.executor.mean_over == 3
-    session.executor.mean_over = 1
+    assert session.head.ranks_apart and session.executor.record.mean_over == 3
+    session.executor.record.mean_over = 1
     result = trainer.evaluate()
     assert result["eval_loss"] == before and "eval_entropy" in result

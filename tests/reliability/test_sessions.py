@@ -33,6 +33,7 @@ from tests.support.delayed_runs import (
     TIED_STEPS,
     PlanTuning,
     committed_bytes,
+    delay_actions,
     finished_bytes,
     net_batches,
     open_tied_session,
@@ -120,7 +121,7 @@ def commit_late(session: lohan.Session, monkeypatch: pytest.MonkeyPatch) -> None
         threading.Timer(0.1, go.set).start()
         abort(executor)
 
-    session.executor.scheduler._lanes.delay = delay
+    delay_actions(session, delay)
     monkeypatch.setattr(Executor, "abort_step", given_up)
 
 
@@ -161,7 +162,7 @@ def test_warns_of_a_finished_step_that_is_not_committed(
         if action.kind == "C":
             raise StorageIOError("no")
 
-    session.executor.scheduler._lanes.delay = fails
+    delay_actions(session, fails)
     train_until(session, until=3)
     with (
         pytest.warns(UserWarning, match="training continues after step 2"),
@@ -230,7 +231,7 @@ def test_a_plan_that_cannot_be_followed(
     session = open_tied_session(tmp_path)
     train_until(session, until=2)
     with monkeypatch.context() as patch:
-        real, tries = session._make_executor, 0
+        real, tries = session.execution._make_executor, 0
 
         def run(plan: Any) -> Any:
             nonlocal tries
@@ -239,7 +240,7 @@ def test_a_plan_that_cannot_be_followed(
                 raise error
             return real(plan)
 
-        patch.setattr(session, "_make_executor", run)
+        patch.setattr(session.execution, "_make_executor", run)
         with pytest.raises(type(error)):
             session.follow(session.plan)
     if not for_good:

@@ -582,7 +582,7 @@ def test_slots_that_every_block_passes_through_are_pinned_first(tmp_path):
             place = tmp_path / str(pinnable)
             place.mkdir()
             with attached(made_of("llama"), place, batch=actual_rows[0], device=device) as session:
-                moving = session.executor.spec.slots
+                moving = session.executor.runner.spec.slots
                 slots = session.executor.runner.slots._buffers
                 pinned = [slot.tensor(torch.uint8).is_pinned() for slot in slots]
                 device.pinnable = sum(len(slot.bytes) for slot in slots[:moving])

@@ -24,7 +24,7 @@ from lohan.checkpoint.resharding import StoreSet, open_set
 from lohan.checkpoint.safetensors import FileTensor, ShardedWriter
 from lohan.errors import StorageIOError, StoreError
 from lohan.store import admin
-from lohan.store.admin import find_snapshot, is_whole, restore, verify
+from lohan.store.admin import find_snapshot, restore, verify
 from lohan.store.io_engine import Volume
 from lohan.store.manifest import checksum
 from lohan.store.recovery import apply_recovery, commit_state_of, recovery_actions
@@ -37,6 +37,7 @@ from tests.support.stores import (
     STATE_CHUNKS,
     assert_holds,
     chunk_content,
+    is_whole,
     write_generation,
 )
 
@@ -178,7 +179,7 @@ def in_place(root: Path, tape: Tape) -> Check:
     def check(disk: Path, promised: object) -> str:
         places = [disk / "a", disk / "b"]
         outcome = "whole"
-        if not is_whole(places):
+        if not is_whole(places[0]):
             try:
                 find_snapshot(disk / "snapshot")
             except StoreError:

@@ -14,7 +14,7 @@ import pytest
 
 from lohan.errors import ConfigError, LohanError, StorageIOError, StoreError
 from lohan.store import admin, files, manifest
-from lohan.store.admin import is_whole, restore
+from lohan.store.admin import restore
 from lohan.store.files import NoRoomError, lock_holder
 from lohan.store.io_engine import Buffer, aligned_buffer
 from lohan.store.store import Status, Store
@@ -28,6 +28,7 @@ from tests.support.stores import (
     chunk_content,
     commit_next,
     file_names,
+    is_whole,
     write_generation,
 )
 
@@ -48,7 +49,7 @@ def dirs(tmp_path: Path) -> list[Path]:
         commit_next(store)
         admin.snapshot(store, tmp_path / "snapshot")
         write_generation(store, 1)
-    assert not is_whole(dirs)
+    assert not is_whole(dirs[0])
     return dirs
 
 
@@ -259,12 +260,12 @@ def test_a_late_read_is_over_before_its_buffer_is_used_again(
         engine.late = not comes_back
         store.discard()
         if not comes_back:
-            assert store.status is Status.FAILED
+            assert store.health.status is Status.FAILED
             with pytest.raises(StoreError, match="did not come back"):
                 store.write(key, chunk, chunk_content(key, chunk, nbytes, 1))
             engine.late = False
             return
-        assert store.status is Status.CLEAN
+        assert store.health.status is Status.CLEAN
         buffer[:] = 7
         engine.close()  # whatever was still in flight would land now
         assert np.all(buffer == 7)
@@ -291,7 +292,7 @@ def test_a_hung_fdatasync_is_an_error(tmp_path: Path, monkeypatch: pytest.Monkey
         monkeypatch.setenv("LOHAN_SYNC_TIMEOUT", "0.05")
         with pytest.raises(StorageIOError, match=r"slot-b\.bin: a sync .* after 0\.05 s"):
             store.commit({"step": 1})
-        assert store.status is Status.FAILED
+        assert store.health.status is Status.FAILED
     HungEngine.go.set()
     with Store.open(tmp_path / "s", engine=MemoryEngine(files=engine.files)) as store:
         assert_holds(store, 0)

@@ -48,7 +48,7 @@ def test_removed_file_is_noticed_by_next_read(
 ) -> None:
     monkeypatch.setattr(store_module, "PRESENCE_INTERVAL_S", 0.0)
     with created(tmp_path / "store") as store:
-        store.check_present()
+        store.health.check()
         if name is None:
             shutil.rmtree(tmp_path / "store")
         else:

@@ -55,14 +55,14 @@ def new_store(place: Path, *, generation: int = 0, **options) -> Store:
 @pytest.mark.parametrize("durability", ["step", "checkpoint"])
 def test_a_committed_generation_comes_back(tmp_path: Path, engine, durability: str):
     with Store.create(tmp_path / "s", REGIONS, durability=durability, engine=engine) as store:
-        assert store.status is Status.CREATING
+        assert store.health.status is Status.CREATING
         for generation in range(3):
             write_generation(store, generation)
             store.commit({"step": generation}, clean=True)
             assert_holds(store, generation)
     with Store.open(tmp_path / "s", engine=engine) as store:
         assert_holds(store, 2)
-        assert store.regions == REGIONS
+        assert store.layout.regions == REGIONS
         assert verify(store) == []
 
 
@@ -453,10 +453,10 @@ def test_in_place_steps_count_from_the_next_clean_commit(tmp_path: Path, engine)
     place = tmp_path / "s"
     with Store.create(place, REGIONS, durability="checkpoint", engine=engine) as store:
         commit_next(store)  # the first commit is always durable
-        assert store.status is Status.CLEAN
+        assert store.health.status is Status.CLEAN
         key, chunk, nbytes = STATE_CHUNKS[0]
         store.wait(store.write(key, chunk, chunk_content(key, chunk, nbytes, 1)))
-        assert store.status is Status.DIRTY
+        assert store.health.status is Status.DIRTY
         assert admin.describe(place)["state"] == "not clean"
         with pytest.raises(StoreError, match="overwritten in place"):
             store.read(key, chunk, aligned_buffer(nbytes))
@@ -465,7 +465,7 @@ def test_in_place_steps_count_from_the_next_clean_commit(tmp_path: Path, engine)
         assert_holds(store, 2)
         assert json.loads((place / files.MANIFEST).read_text())["generation"] == 0
         store.commit(advance=False, clean=True)
-        assert store.status is Status.CLEAN
+        assert store.health.status is Status.CLEAN
     with Store.open(place, engine=engine) as store:
         assert_holds(store, 2)
     assert not (place / "slot-b.bin").exists()
@@ -507,7 +507,7 @@ def test_snapshot_and_restore(tmp_path: Path):
         Store.open(dirs)
     with restore(place, dirs) as store:
         assert_holds(store, 1)
-        assert store.regions == REGIONS
+        assert store.layout.regions == REGIONS
         store.wait(store.write("activations", 0, chunk_content("x", 0, PAGE, 0)))
         commit_next(store)
         assert_holds(store, 2)

@@ -234,7 +234,7 @@ def test_a_commit_that_fails_stops_the_store_and_a_fresh_open_goes_on(
             patch.setattr(os, call, full)
             with pytest.raises(StorageIOError, match=r"slot-b\.crc: cannot write .* No space left"):
                 store.commit({"step": 1})
-        assert store.status is Status.FAILED
+        assert store.health.status is Status.FAILED
         with pytest.raises(StoreError, match=r"commit of generation 1 failed.*; resume the run"):
             store.write(*STATE_CHUNKS[0][:2], chunk_content(*STATE_CHUNKS[0], 1))
         assert_holds(store, 0)

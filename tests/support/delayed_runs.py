@@ -226,13 +226,29 @@ def random_delay(seed: int) -> Callable[..., None]:
     return lambda *_: time.sleep(draw.choice((0, 0, 0, 0, 0.0005, 0.003)))
 
 
+def delay_actions(session: lohan.Session, delay: Callable[[Action], None]) -> None:
+    """Call `delay` with every action of a lane's thread before the runner gets it."""
+    runner = session.executor.runner
+    submit, run = runner.submit, runner.run
+
+    def delayed_submit(action: Action) -> Any:
+        delay(action)
+        return submit(action)
+
+    def delayed_run(action: Action, scalars: Any) -> None:
+        delay(action)
+        run(action, scalars)
+
+    runner.submit, runner.run = delayed_submit, delayed_run  # type: ignore[method-assign]
+
+
 def delay_lanes(session: lohan.Session, seed: int) -> None:
     late: dict[str, Callable[..., None]] = {}
 
     def delay(action: Action) -> None:
         late.setdefault(action.lane, random_delay(hash((seed, action.lane)) % 2**31))()
 
-    session.executor.lanes.delay = delay
+    delay_actions(session, delay)
     if isinstance(session.context.device, EmulatedDevice):
         streams = {lane: random_delay(seed + i) for i, lane in enumerate(DEVICE_STREAMS)}
         session.context.device.delay = lambda lane: streams[lane]()
@@ -300,8 +316,8 @@ def train_with_delays(
             loss = loss if isinstance(loss, torch.Tensor) else loss.loss
             (loss * scale(step)).backward()
             losses.append(loss.item())
-            norms.append(session.executor.grad_norm)
-        return RunResult(losses, norms, stored_bytes(session), session.executor.train_state)
+            norms.append(session.grad_norm)
+        return RunResult(losses, norms, stored_bytes(session), session.executor.record.train_state)
 
 
 # -- overlap, update modes and delays --------------------------------------------------------------
@@ -658,7 +674,7 @@ def train_with_kept_activations(
         losses = []
         for step in range(KEPT_STEPS):
             if delays is not None:
-                delay_actions(session, delays)
+                delay_at_random(session, delays)
             loss = model(input_ids=ids, labels=ids).loss
             loss.backward()
             losses.append(loss.item())
@@ -670,7 +686,7 @@ def train_with_kept_activations(
         store = session.store
         sums = [
             store.checksum(region.key, chunk)
-            for region in store.regions
+            for region in store.layout.regions
             if not region.scratch
             for chunk in range(len(region.chunks))
         ]
@@ -678,14 +694,15 @@ def train_with_kept_activations(
     return (losses, sums), plan, moved
 
 
-def delay_actions(session: lohan.Session, seed: int) -> None:
+def delay_at_random(session: lohan.Session, seed: int) -> None:
+    """Delay a tenth of the actions by up to two milliseconds."""
     chance = random.Random(seed)
 
     def delay(action: Action) -> None:
         if chance.random() < 0.1:
             time.sleep(chance.random() * 0.002)
 
-    session.executor.lanes.delay = delay
+    delay_actions(session, delay)
 
 
 # Whatever can be kept is worth it on this machine.

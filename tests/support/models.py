@@ -181,7 +181,7 @@ def master_weights(session: lohan.Session) -> dict[str, torch.Tensor]:
 def first_moments(session: lohan.Session) -> dict[str, torch.Tensor]:
     """Adam's means of the gradients after the last step."""
     session.commit()
-    held = stored_model(session.store.meta, session.store.regions)
+    held = stored_model(session.store.meta, session.store.layout.regions)
     collected = {}
     for group in held.groups:
         collected.update({tensor.name: torch.zeros(tensor.shape) for tensor in group.tensors})
@@ -202,7 +202,7 @@ def stored_bytes(session: lohan.Session) -> dict[str, bytes]:
     """Weights and optimizer state of every group after the last step, byte by byte."""
     session.commit()
     collected = {}
-    for region in session.store.regions:
+    for region in session.store.layout.regions:
         if region.scratch:
             continue
         parts = []

@@ -57,7 +57,7 @@ def hold_backward() -> None:
     folder, backward = Path(os.environ["HOLD"]), BlockRunner.backward
 
     def held(runner: BlockRunner, wrapped: Any, *given: Any) -> Any:
-        if wrapped.executor.train_state.step == 2:
+        if wrapped.executor.record.train_state.step == 2:
             (folder / "held").touch()
             while not (folder / "go").exists():
                 time.sleep(0.01)
@@ -233,18 +233,18 @@ def measure_fixed_profile() -> None:
 
 def fail_to_replan() -> None:
     """As `replan_at_once`, and this process cannot follow the new plan."""
-    from lohan.engine.session import Session
+    from lohan.engine.plan_execution import PlanExecution
     from lohan.errors import StoreError
 
     replan_at_once()
-    start = Session._start
+    start = PlanExecution.start
 
-    def started(session: Any, plan: Any) -> None:
-        if session.planless:  # a change of plan, not the start
+    def started(execution: Any, plan: Any) -> None:
+        if execution.planless:  # a change of plan, not the start
             raise StoreError("no space left for kept activations")
-        start(session, plan)
+        start(execution, plan)
 
-    Session._start = started  # type: ignore[method-assign]
+    PlanExecution.start = started  # type: ignore[method-assign]
 
 
 # -- the short form of benchmarks/differential.py --------------------------------------------------

@@ -462,7 +462,7 @@ def train_on_rank(model: nn.Module, data: list[dict[str, torch.Tensor]], **optio
             loss = out if isinstance(out, torch.Tensor) else out.loss
             loss.backward()
             losses.append(loss.item())
-        norm = session.executor.grad_norm
+        norm = session.grad_norm
         write_case_result(
             process_group, {"losses": losses, "norm": norm, "shards": parameter_shards(session)}
         )

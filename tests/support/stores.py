@@ -15,7 +15,9 @@ import numpy as np
 
 from lohan.errors import StorageIOError
 from lohan.store.extents import Region
+from lohan.store.files import IDENTITY
 from lohan.store.io_engine import Buffer, aligned_buffer
+from lohan.store.manifest import read_manifest
 from lohan.store.store import Store
 from lohan.util.units import PAGE
 
@@ -212,6 +214,17 @@ def read_chunk(
     buffer = aligned_buffer(nbytes)
     store.wait(store.read(key, chunk, buffer, uncommitted=uncommitted))
     return buffer
+
+
+def is_whole(primary: Path) -> bool:
+    """Return whether the first directory of a store is committed, without writes in place.
+
+    A restore renames this directory into place last, so its presence implies that of the others.
+    """
+    if not (primary / IDENTITY).exists():
+        return False
+    manifest = read_manifest(primary)
+    return manifest is not None and manifest.clean
 
 
 def assert_holds(store: Store, generation: int) -> None:

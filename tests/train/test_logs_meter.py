@@ -12,7 +12,7 @@ import pytest
 
 from lohan.engine.actions import ActionRunner
 from lohan.schedule.actions import Action
-from lohan.store.store import Counters
+from lohan.store.transfers import Counters
 from lohan.train import logs as module
 from lohan.train.logs import Meter
 from lohan.util.trace import Span, Trace
