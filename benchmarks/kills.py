@@ -313,7 +313,8 @@ class Series:
                 continue
             else:
                 what = "lost" if self.promised else "refused"
-                return self.fail(what, f"step {self.promised} was promised; {ranks.said(ends)}")
+                errors = ranks.errors_of_ranks(ends)
+                return self.fail(what, f"step {self.promised} was promised; {errors}")
             if words[0] == "train" and self.rows():
                 words = ["resume", self.out]
         self.tally.count("runs completed")

@@ -36,7 +36,7 @@ from lohan.store.io_engine import IOEngine
 from tests.support.models import attached, batches, save_model, small_model, stored_bytes
 from tests.support.stores import MemoryEngine
 
-# -- small models whose blocks cover every case of the schedule, with any plan and any delays ------
+# -- models ----------------------------------------------------------------------------------------
 
 NET_WIDTH = 48
 CHUNK_PARAMS = 4096  # elements: most groups below have several chunks
@@ -137,7 +137,7 @@ def net_batches(
     skip: dict[int, int] | None = None,
     still: dict[int, int] | None = None,
 ) -> list[dict[str, torch.Tensor]]:
-    """`skip`: step -> block left out; `still`: step -> block that gets no gradient."""
+    """Return batches; `skip` and `still` map a step to a block left out or without gradient."""
     if kind in LANGUAGE_CONFIGS:
         return batches(steps, batch=4, seq=12, vocab=64)
     generator = torch.Generator().manual_seed(5)
@@ -159,7 +159,7 @@ def net_batches(
 
 @dataclass(frozen=True, kw_only=True)
 class PlanTuning:
-    """What a plan is changed to; models here are so small that every budget would hold them."""
+    """Changes of a plan, for models so small that every budget would hold them."""
 
     window: int = 1
     slots: int = 2  # more than the widest site needs
@@ -179,7 +179,7 @@ class PlanTuning:
         chunks = [(g.key, c) for g in blocks.groups for c in range(-(-g.numel // CHUNK_PARAMS))]
 
         def some(items: list[Any], share: float) -> tuple[Any, ...]:
-            """Spread over all of them: neighbours differ."""
+            """Return a share of the items, spread over all of them."""
             return tuple(x for i, x in enumerate(items) if int((i + 1) * share) > int(i * share))
 
         weights, state = some(keys, self.cached), some(chunks, self.cached)
@@ -221,7 +221,7 @@ def tune_plans(monkeypatch: pytest.MonkeyPatch, tuning: PlanTuning) -> None:
 
 
 def random_delay(seed: int) -> Callable[..., None]:
-    """Mostly nothing, now and then long enough that every other lane overtakes."""
+    """Return a delay that is mostly zero and sometimes lets every other lane overtake."""
     draw = random.Random(seed)
     return lambda *_: time.sleep(draw.choice((0, 0, 0, 0, 0.0005, 0.003)))
 
@@ -286,7 +286,7 @@ def train_with_delays(
     scale: Callable[[int], float] = lambda step: 1.0,
     **options: Any,
 ) -> RunResult:
-    """One run. `seed` delays every lane; `between` is called before each step."""
+    """Train, with delays of every lane if there is a `seed`; call `between` before each step."""
     options.setdefault("engine", memory_engine())
     losses, norms = [], []
     with attached(model, place, **options) as session:
@@ -304,7 +304,7 @@ def train_with_delays(
         return RunResult(losses, norms, stored_bytes(session), session.executor.train_state)
 
 
-# -- trainings whose result must not depend on overlap, update mode or delays ----------------------
+# -- overlap, update modes and delays --------------------------------------------------------------
 
 OVERLAP_STEPS = 4
 OVERLAP_CLIP = 0.3  # below the norm of the first steps here, above that of later ones
@@ -314,7 +314,7 @@ SERIAL_TUNING = PlanTuning(window=0, slots=0, ring=1, spilled=0.0)
 
 @dataclass(frozen=True, kw_only=True)
 class OverlapCase:
-    """What is computed; a `Tuning` and a mode say when."""
+    """What a training computes; a `PlanTuning` and an update mode say when."""
 
     kind: str = "plain"
     clip: float = 0.0
@@ -391,7 +391,7 @@ def check_overlap(
 
 
 def evaluations_between(batches: list[dict[str, torch.Tensor]]) -> Callable[[nn.Module, int], None]:
-    """Before each step: nothing, all of the model, all of it twice, or two blocks only."""
+    """Return what evaluates nothing, the model, the model twice, or two blocks before a step."""
 
     def between(model: nn.Module, step: int) -> None:
         with torch.no_grad():
@@ -403,7 +403,7 @@ def evaluations_between(batches: list[dict[str, torch.Tensor]]) -> Callable[[nn.
     return between
 
 
-# -- trainings whose gradient norms cross the clipping limit in both directions --------------------
+# -- gradient norms that cross the clipping limit --------------------------------------------------
 
 LARGE_SCALE, OVERFLOW_SCALE = 50.0, 1e9  # times the loss of other steps
 CROSSING_SCALES = (
@@ -426,7 +426,7 @@ OVERFLOWING_SCALES = tuple(
 
 
 class SpeculationCase:
-    """What is computed, and the limit that its norms cross back and forth."""
+    """What a training computes, and the limit that its gradient norms cross back and forth."""
 
     def __init__(
         self,
@@ -448,7 +448,7 @@ class SpeculationCase:
 
     @functools.cached_property
     def waiting(self) -> tuple[float, RunResult]:
-        """The run that waits, one action after the other, and its limit."""
+        """The clipping limit, and the result of a run without overlap."""
         if OVERFLOW_SCALE in self.scales:
             return 0.0, self._waits(0.0)
         norms = list(zip(self._waits(1e9).norms, self.scales, strict=True))
@@ -477,7 +477,7 @@ DROPOUT_CASE = SpeculationCase(dtype=torch.bfloat16, dropout=0.3, micro_batch=2)
 HALF_CASE = SpeculationCase("gpt2", dtype=torch.float16, scales=OVERFLOWING_SCALES)
 
 
-# -- sessions of one small model with tied weights, and what their stores hold ---------------------
+# -- sessions of a model with tied weights ---------------------------------------------------------
 
 TIED_STEPS = 5
 
@@ -509,25 +509,25 @@ def finished_bytes(place: Path, steps: int = TIED_STEPS) -> dict[str, bytes]:
             return committed_bytes(session)
 
 
-# -- accelerators without one kind of wait, and a run in which the missing wait must show ----------
+# -- accelerators without one kind of wait ---------------------------------------------------------
 
 
 class NeverWaits(AcceleratorDevice):
-    """Compute does not wait for copies."""
+    """An accelerator whose compute does not wait for copies."""
 
     def wait(self, event: Any) -> None:
         return
 
 
 class CopiesAtOnce(AcceleratorDevice):
-    """Copies do not wait for compute."""
+    """An accelerator whose copies do not wait for compute."""
 
     def copy(self, lane: str, pairs: Any, *, after: Any = None) -> Any:
         return super().copy(lane, pairs)
 
 
 class CopiesCountAsDone(AcceleratorDevice):
-    """Lanes do not wait for their own copies."""
+    """An accelerator whose lanes do not wait for their own copies."""
 
     def copy(self, lane: str, pairs: Any, *, after: Any = None) -> Any:
         super().copy(lane, pairs, after=after)
@@ -539,7 +539,7 @@ class CopiesCountAsDone(AcceleratorDevice):
 
 
 class ComputeCountsAsDone(AcceleratorDevice):
-    """What compute was given counts as done."""
+    """An accelerator that reports compute as done as soon as it is queued."""
 
     def mark(self) -> Any:
         return _PassedEvent()
@@ -549,7 +549,7 @@ class ComputeCountsAsDone(AcceleratorDevice):
 
 
 class _PassedEvent(Passed):
-    """An event of nothing."""
+    """An event that has passed when it is created."""
 
 
 MISSING_WAITS = [  # how late copies and operators must be, in microseconds, for it to show
@@ -561,7 +561,7 @@ MISSING_WAITS = [  # how late copies and operators must be, in microseconds, for
 
 
 def train_with_kept_slices(device: AcceleratorDevice | str) -> RunResult:
-    """Four slices a block, of which two are on the device at a time."""
+    """Train a model whose blocks have four slices, two of them on the device at a time."""
     train_batches = batches(2, batch=4, seq=24)
     with TemporaryDirectory() as place:
         return train_with_delays(
@@ -601,7 +601,7 @@ def missing_wait_shows(careless: type[AcceleratorDevice], late: Callable[[int], 
     return False
 
 
-# -- runs of a small Llama whose blocks keep activations, in memory or on SSD ----------------------
+# -- blocks that keep activations ------------------------------------------------------------------
 
 KEPT_SEQ = 48
 KEPT_STEPS = 3

@@ -30,7 +30,7 @@ from tests.support.stores import MemoryEngine
 if TYPE_CHECKING:
     import pytest
 
-# -- faultyEngine: any engine with failures at chosen operations and random delays -----------------
+# -- faults and delays of an engine ----------------------------------------------------------------
 
 EngineFaultKind = Literal["eio", "enospc", "short_read", "torn_write"]
 EngineOp = Literal["open", "read", "write", "sync"]
@@ -66,6 +66,15 @@ class _HeldRequest:
 
 
 class FaultyEngine:
+    """An engine with failures at chosen operations and random delays.
+
+        engine = FaultyEngine(inner, EngineFault("eio", "read", nth=3), max_delay_s=0.01, seed=7)
+
+    The failing operation raises StorageIOError from wait(), or from the call itself for open and
+    sync. With delays, a request reaches the inner engine only when it is waited for, so code that
+    forgets to wait sees stale bytes.
+    """
+
     def __init__(
         self, inner: IOEngine, *faults: EngineFault, max_delay_s: float = 0.0, seed: int = 0
     ) -> None:
@@ -168,13 +177,23 @@ class FaultyEngine:
         raise StorageIOError(f"{where} failed: {_FAULT_CAUSES[fault.kind]}")
 
 
-# -- faults at numbered calls of file operations: of the os module, and of an engine ---------------
+# -- faults at numbered calls ----------------------------------------------------------------------
 
 NUMBERED_CALLS = ("open", "write", "fsync", "replace", "unlink", "rmdir", "mkdir", "ftruncate")
 InjectedError = type[OSError] | type[KeyboardInterrupt]
 
 
 class NumberedFaults:
+    """A fault at a numbered call of the os module or of an engine.
+
+        faults = NumberedFaults(at=3, error=OSError)
+        with faults.armed(monkeypatch):
+            session.close()
+        faults.reached  # whether there was a third call
+
+    Only calls between `armed` and the fault count; each is numbered once, from 1.
+    """
+
     def __init__(self, *, at: int, error: InjectedError = OSError) -> None:
         self._at, self._error = at, error
         self._counting, self.calls = False, 0
@@ -215,7 +234,7 @@ class NumberedFaults:
 
 
 class NumberedEngine:
-    """An engine whose calls count. A wait that is hit has waited: the I/O is over, and failed."""
+    """An engine whose calls are numbered. A wait that fails has waited for its I/O."""
 
     name = "numbered"
 
@@ -250,7 +269,7 @@ class NumberedEngine:
         self.inner.close()
 
 
-# -- record the system calls of a commit, and die between any two of them --------------------------
+# -- recorded system calls of a commit -------------------------------------------------------------
 
 
 class Killed(BaseException):
@@ -299,7 +318,7 @@ def recorded_engine(recorder: CommitRecorder, memory: dict[str, bytearray]) -> M
     return Recorded(files=memory)
 
 
-# -- simulated power cuts: file operations are recorded, and any prefix of them is replayed --------
+# -- power cuts ------------------------------------------------------------------------------------
 
 FileOpKind = Literal[
     "mkdir", "create", "rename", "unlink", "rmdir", "write", "size", "sync", "mark"
@@ -310,7 +329,7 @@ NAME_OPS = ("mkdir", "create", "rename", "unlink", "rmdir")
 
 @dataclass(frozen=True)
 class FileOp:
-    """`inode`: number of the file or directory. Of names: `path`, and `target` of a rename."""
+    """One operation on the file or directory `inode`; changes of names also have paths."""
 
     kind: FileOpKind
     inode: int
@@ -364,6 +383,8 @@ class Disk:
 
 
 class Tape:
+    """A record of file operations under a folder, and the disks that a power cut can leave."""
+
     def __init__(self, root: Path) -> None:
         self.root, self.ops = root, list[FileOp]()
         self._inodes: dict[str, int] = {".": 0}
@@ -546,7 +567,7 @@ def path_of_descriptor(fd: int) -> str:
 
 
 def path_below_descriptor(path: Any, dir_fd: int | None) -> Any:
-    """shutil.rmtree names files by their folder's descriptor."""
+    """Return the whole path of a file that shutil.rmtree names by its folder's descriptor."""
     return path if dir_fd is None else Path(path_of_descriptor(dir_fd)) / path
 
 
@@ -631,28 +652,18 @@ def recorded_operations(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
         yield tape
 
 
-# -- faults below Python: the n-th call of a kind on a run's files fails, is short or is late ------
+# -- faults below Python ---------------------------------------------------------------------------
 
 INTERPOSE_SOURCE = Path(__file__).parents[1] / "faults" / "interpose.c"
 INTERPOSE_BUILD = Path(__file__).parents[2] / "build" / "faults"
-INTERPOSED_CALLS = (
-    "pread",
-    "pwrite",
-    "pwritev",
-    "write",
-    "fsync",
-    "fdatasync",
-    "fallocate",
-    "rename",
-    "renameat2",
-    "io_uring_enter",
-)
 CALL_FATES = {"short": -1, "delay": -2}
 FAULT_VARIABLE = "LOHAN_FAULT"
 
 
 @dataclass(frozen=True)
 class CallFault:
+    """A fault at a call of libc, for a process that is started with `env`."""
+
     call: str
     at: int  # from 1
     kind: str  # an errno by name, or one of FATES
@@ -668,6 +679,7 @@ class CallFault:
 
 
 def counted_calls(tally: Path) -> tuple[int, int]:
+    """Return how many calls a process has made and how many have failed."""
     seen, fired = struct.unpack("ll", tally.read_bytes())
     return seen, fired
 
@@ -685,7 +697,7 @@ def preload_environment() -> dict[str, str]:
 
 
 def interpose_library() -> Path:
-    """Built once for each state of the source."""
+    """Return the library that intercepts calls; build it once for each state of its source."""
     result = (
         INTERPOSE_BUILD
         / f"interpose-{hashlib.sha256(INTERPOSE_SOURCE.read_bytes()).hexdigest()[:16]}.so"
@@ -703,7 +715,7 @@ def interpose_library() -> Path:
 
 
 def arm_call_fault() -> None:
-    """In the process that is to have the fault."""
+    """Arm the fault of LOHAN_FAULT in this process (`Forge.start(before=...)`)."""
     given = json.loads(os.environ[FAULT_VARIABLE])
     kind = CALL_FATES.get(given["kind"]) or getattr(errno, given["kind"])
     armed = ctypes.CDLL(None).lohan_faults_arm

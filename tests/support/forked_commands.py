@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# -- the command line in processes of its own, without importing torch again for each --------------
+# -- processes -------------------------------------------------------------------------------------
 
 READY = "ready"
 # As numbered by a trace of the same run; or its name and how many of that name come before it; or
@@ -120,9 +120,11 @@ class Forge:
         self._process.wait()
 
 
-# -- a run of one second: its inputs, the options of `lohan train`, and its result -----------------
+# -- a run of one second ---------------------------------------------------------------------------
 
 TINY_STEPS = 6
+# The exported weights, and step, loss and rate of every step. It must not depend on how often the
+# run was interrupted.
 TinyResult = tuple[bytes, list[tuple[int, float, float]]]
 
 
@@ -191,6 +193,7 @@ def tiny_result(out: Path) -> TinyResult:
 
 
 def metrics_rows(out: Path) -> list[dict[str, Any]]:
+    """Return the log of a run."""
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 

@@ -28,7 +28,7 @@ from tests.support.models import FAMILY_CONFIGS, FAMILY_VOCAB, save_model
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-# -- model folders with random weights, of any size ------------------------------------------------
+# -- random weights of any size --------------------------------------------------------------------
 
 
 def write_random_checkpoint(
@@ -97,7 +97,7 @@ def _norm_values(model: PreTrainedModel, module: nn.Module, name: str) -> torch.
         module._parameters[name] = meta
 
 
-# -- folders with a tokenizer for tests: one token per byte, or one per word -----------------------
+# -- tokenizers: one token per byte, or one per word -----------------------------------------------
 
 WORD_TOKENS = [
     "<pad>",
@@ -226,7 +226,7 @@ def spelled_row(folder: Path, row: dict[str, Any]) -> tuple[str, str]:
     return spelled_tokens(encoder, *encode_row(row, encoder=encoder, place="x.jsonl, line 1"))
 
 
-# -- a tiny vision-language model as a folder ------------------------------------------------------
+# -- a vision-language model -----------------------------------------------------------------------
 
 VISION_TOKENS = [
     "<|im_start|>",
@@ -292,7 +292,7 @@ def save_llava(folder: Path) -> None:
     ).save_pretrained(folder)
 
 
-# -- small pipelines of diffusers, and folders of data for them ------------------------------------
+# -- pipelines of diffusers and their data ---------------------------------------------------------
 
 IMAGE_CLASSES = 5
 TEXT_STATES, POOLED_STATES = "encoder_hidden_states", "pooled_projections"

@@ -35,7 +35,7 @@ from lohan.model.state import chunks, state_key, stored_model
 from lohan.store.io_engine import aligned_buffer
 from lohan.util.units import MiB
 
-# -- small models, data and the plain PyTorch run that everything is compared with -----------------
+# -- training a small model, in memory and out of core ---------------------------------------------
 
 SMALL_SIZES = {
     "hidden_size": 64,
@@ -264,7 +264,7 @@ def train_steps(model: nn.Module, data) -> list[float]:
     return losses
 
 
-# -- small configs of every supported family, and model folders made from them ---------------------
+# -- configs of every model family -----------------------------------------------------------------
 
 FAMILY_VOCAB = 96
 FAMILY_IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -343,7 +343,7 @@ def family_logits(model: PreTrainedModel) -> torch.Tensor:
         return model(input_ids=torch.arange(24).view(2, 12) * 3 % FAMILY_VOCAB).logits
 
 
-# -- a model large enough that its memory can be compared with the plan ----------------------------
+# -- a model large enough to compare its memory with the plan --------------------------------------
 
 MEMORY_TOLERANCE = 0.05
 
@@ -363,7 +363,7 @@ def save_llama(path: Path, *, hidden: int, layers: int, vocabulary: int) -> Path
     return path
 
 
-# -- an effort with which a profile takes a second -------------------------------------------------
+# -- a profile within a second ---------------------------------------------------------------------
 
 PROBE_SIZES = Sizes(hidden=64, inner=160, heads=4, vocabulary=96, copies=2, chunk_params=4096)
 QUICK_EFFORT = Effort(

@@ -23,15 +23,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lohan.model.machine import Profile
 
-# -- interrupt a process at a given place of its code ----------------------------------------------
+# -- interrupts ------------------------------------------------------------------------------------
 
 
 def interrupt() -> None:
+    """Send Ctrl-C to this process."""
     os.kill(os.getpid(), signal.SIGINT)
 
 
 def interrupt_twice_in_a_step() -> None:
-    """For `Forge.start(before=...)`: in the third step, one after the other."""
+    """Send two Ctrl-C to this process in its third step."""
     from lohan.train import trainer
 
     step = trainer.one_step
@@ -66,7 +67,7 @@ def hold_backward() -> None:
 
 
 def send_while_held(pid: int, folder: Path, count: int) -> None:
-    """So many Ctrl-C to a process of `hold_backward`, each when the one before has been seen."""
+    """Send `count` Ctrl-C to a process that waits in `hold_backward`, then let it continue."""
     while not (folder / "held").exists():
         time.sleep(0.01)
         assert Path(f"/proc/{pid}").exists()
@@ -82,7 +83,7 @@ class InterruptOnDeletion:
 
 
 class InterruptOnImport:
-    """Looks for no module itself."""
+    """An import hook that interrupts the process when a module is imported."""
 
     def __init__(self, where: str, name: str) -> None:
         self._where, self._name = where, name
@@ -100,7 +101,7 @@ class InterruptOnImport:
                 raise ModuleNotFoundError("a part of it is missing")
 
 
-# -- record the current phase of a process in a file ------------------------------------------
+# -- phases ----------------------------------------------------------------------------------------
 
 PHASES = ("load", "resume", "step", "commit", "snapshot", "restore", "export")
 FIRST_PHASE = {"train": "load", "resume": "resume", "export": "export"}
@@ -112,7 +113,7 @@ def read_phase(file: Path) -> str:
 
 
 class PhaseLog:
-    """What the process is doing now; phases lie within each other."""
+    """The phase of this process, kept in the file that LOHAN_PHASE names. Phases are nested."""
 
     def __init__(self, first: str) -> None:
         self._fd = os.open(os.environ["LOHAN_PHASE"], os.O_WRONLY | os.O_CREAT, 0o644)
@@ -162,6 +163,7 @@ class PhaseLog:
 
 
 def log_phases() -> None:
+    """Record the phases of a run or an export."""
     import lohan.train.run_folder as run_folder
     import lohan.train.trainer as trainer
     from lohan.engine import session
@@ -180,7 +182,7 @@ def log_phases() -> None:
         replan_at_once()
 
 
-# -- make a run replan as soon as possible, by another plan, whatever the clock says ---------------
+# -- replanning ------------------------------------------------------------------------------------
 
 
 def fixed_profile() -> Profile:
@@ -200,6 +202,7 @@ def fixed_profile() -> Profile:
 
 
 def replan_at_once() -> None:
+    """Make a run replan as soon as possible, to another plan, however long its steps take."""
     from lohan.engine import replanning
 
     machine_plan = replanning.make_plan
@@ -244,7 +247,7 @@ def fail_to_replan() -> None:
     Session._start = started  # type: ignore[method-assign]
 
 
-# -- the cases of the short form of benchmarks/differential.py, one of each kind -------------------
+# -- the short form of benchmarks/differential.py --------------------------------------------------
 
 LEAST_ON_DEVICE = {"known_batch": True, "device": "emulated", "device_memory": 1.0}
 
@@ -268,7 +271,7 @@ DIFFERENTIAL_CASES = [
 
 
 def run_differential_cases() -> None:
-    """Run in a fork of the forge, which has no threads."""
+    """Run the cases in this process, a fork of the forge, which has no threads."""
     from benchmarks import differential
     from benchmarks.differential import SIMPLEST
 

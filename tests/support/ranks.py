@@ -32,7 +32,7 @@ from tests.support.forked_commands import Ended, Forge, Run
 from tests.support.model_folders import write_random_checkpoint
 from tests.support.models import batches, lr, small_model
 
-# -- `lohan` as several ranks, each a fork of the forge, as torchrun would start them --------------
+# -- processes and their results -------------------------------------------------------------------
 
 
 def rank_environment(rank: int, world: int, port: int) -> dict[str, str]:
@@ -53,7 +53,7 @@ def free_port() -> int:
 
 
 def start_ranks(forge: Forge, world: int, *args: object, **options: dict[int, Any]) -> list[Run]:
-    """`options`: of the forge, by rank."""
+    """Start a command on every rank; `options` are those of the forge, by rank."""
     port = free_port()
     return [
         forge.start(
@@ -94,7 +94,7 @@ def case_results(folder: Path, world: int) -> list[dict[str, Any]]:
 
 
 def assembled_parameters(parts: list[dict[str, Any]]) -> dict[str, list[float]]:
-    """Parameters from the shards of all ranks."""
+    """Return the parameters, assembled from the shards of all ranks."""
     whole: dict[str, list[float]] = {}
     for rank in parts:
         for name, (begin, values) in rank["shards"].items():
@@ -167,7 +167,7 @@ def exported_weights(out: Path, folder: str = "model") -> dict[str, torch.Tensor
 
 
 def assert_equal_runs(out: Path, other: Path, *, within: float = 2e-6) -> None:
-    """Losses and norms of every step, and the weights at the end."""
+    """Compare losses and norms of every step, and the weights at the end."""
     actual, wanted = forked_commands.metrics_rows(out), forked_commands.metrics_rows(other)
     keys = ("loss", "grad_norm") if "grad_norm" in wanted[0] else ("loss",)
     for key in keys:
@@ -179,7 +179,7 @@ def assert_equal_runs(out: Path, other: Path, *, within: float = 2e-6) -> None:
         assert torch.allclose(lohan_result[name], tensor, rtol=within, atol=within), name
 
 
-# -- the training loops of ranks (`Forge.start(before=...)`) ---------------------------------------
+# -- training loops --------------------------------------------------------------------------------
 
 CASE_STEPS = 5
 
@@ -327,12 +327,12 @@ def trainers_with_a_loss() -> None:
 
 
 def trainers_with_means() -> None:
-    """Of each process over its own tokens."""
+    """Train with the mean loss of each process over its own tokens."""
     trainers(average_tokens_across_devices=False)
 
 
 def trainers_with_a_drive() -> None:
-    """State on another drive than the output folder: begun, and resumed by a new Trainer."""
+    """Train with the store on another drive than the output, in one run and in two."""
     import transformers
 
     import lohan.hf
@@ -378,7 +378,7 @@ def stop_after(last: int) -> Any:
 
 def with_own_loss(kind: Any) -> Any:
     class Own(kind):
-        """The mean over this process's tokens, and a part that is no loss of tokens."""
+        """A Trainer whose loss is not only a mean over this process's tokens."""
 
         def compute_loss(
             self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any
@@ -391,7 +391,7 @@ def with_own_loss(kind: Any) -> Any:
 
 
 def preference_trainers() -> None:
-    """TRL's trainers of preferences, each process with its share of the batch."""
+    """Run TRL's preference scripts, each process with its share of the batch."""
     from tests.support.trainer_scripts import logged_values, run_preference_trainer
 
     world, what = int(os.environ.get("WORLD_SIZE", "1")), {}
@@ -483,7 +483,7 @@ def plain_module() -> None:
 
 
 def emulated() -> None:
-    """Every copy and every exchange in its place: what is not there yet is NaN."""
+    """Train on the emulated device, where bytes that are read too early are NaN."""
     data = batches(CASE_STEPS, batch=4, seq=12)
     device = EmulatedDevice(16 * MiB)
     half = {name: tensor[:2] for name, tensor in data[0].items()}
@@ -491,7 +491,7 @@ def emulated() -> None:
 
 
 class PartlyUsedBlock(nn.Module):
-    """A block that uses one layer always, one where it is `wanted`, and one never."""
+    """A block that uses one layer always, one if it is `wanted`, and one never."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -523,7 +523,7 @@ def partly_used() -> None:
 
 
 class ReorderedModel(Plain):
-    """Ranks call their blocks in another order."""
+    """A model whose blocks are called in another order on rank 1."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if os.environ.get("RANK") == "1":
@@ -551,5 +551,5 @@ def an_error_in_the_loop() -> None:
 
 
 def on_a_machine_of_its_own() -> None:
-    """As far as ranks can tell."""
+    """Give this rank a host name of its own."""
     socket.gethostname = lambda: f"box{os.environ['RANK']}"

@@ -19,7 +19,7 @@ from lohan.store.io_engine import Buffer, aligned_buffer
 from lohan.store.store import Store
 from lohan.util.units import PAGE
 
-# -- an I/O engine without a disk, with the protocol of the real ones ------------------------------
+# -- an engine in memory ---------------------------------------------------------------------------
 
 
 @dataclass
@@ -158,7 +158,7 @@ class MemoryEngine:
 
 
 def _check_request(offset: int, buffer: Buffer) -> None:
-    """ValueError or TypeError naming what an engine would refuse about a request."""
+    """Raise the ValueError or TypeError with which an engine refuses a request."""
     if buffer.dtype != np.uint8:
         raise TypeError(f"buffer must have dtype uint8, got {buffer.dtype}")
     if buffer.ndim != 1 or not buffer.flags.c_contiguous:
@@ -172,7 +172,7 @@ def _check_request(offset: int, buffer: Buffer) -> None:
             raise ValueError(f"{what} {value} is not a multiple of {PAGE}")
 
 
-# -- small stores with known bytes: every chunk of a generation is filled from its name ------------
+# -- stores with known bytes -----------------------------------------------------------------------
 
 REGIONS = (
     Region("block0/weights", (2 * PAGE, PAGE)),
@@ -235,11 +235,11 @@ def write_fixed_region(store: Store) -> None:
         store.wait(store.write("base", chunk, chunk_content("base", chunk, size, 0)))
 
 
-# -- compare the files of a folder before and after a command --------------------------------------
+# -- the files of a folder -------------------------------------------------------------------------
 
 
 def file_digests(folder: Path) -> dict[str, str]:
-    """Every file and link by its path, with its content."""
+    """Return the digest of every file and the target of every link, by path."""
     collected = {}
     for place, folders, files in os.walk(folder):
         for name in (*files, *folders):
@@ -252,6 +252,7 @@ def file_digests(folder: Path) -> dict[str, str]:
 
 
 def assert_files_kept(before: dict[str, str], folder: Path, what: Any) -> None:
+    """Check that all files of `before` still have their content."""
     after = file_digests(folder)
     lost = [name for name, content in before.items() if after.get(name) != content]
     assert not lost, (what, lost)

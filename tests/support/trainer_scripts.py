@@ -21,7 +21,7 @@ from transformers import (
 
 from tests.support.models import small_model
 
-# -- the standard Trainer script, which differs only in the Trainer that it imports ----------------
+# -- transformers' Trainer -------------------------------------------------------------------------
 
 pytest.importorskip("accelerate", reason="Trainer needs the extra: pip install 'lohan[hf]'")
 
@@ -117,7 +117,7 @@ def new_trainer(kind: type, out: Path, *, model: nn.Module | None = None, **chan
     )
 
 
-# -- the standard script of TRL's SFTTrainer, which differs only in the trainer that it imports ----
+# -- TRL's SFTTrainer ------------------------------------------------------------------------------
 
 SCRIPT_WORDS = [
     "the",
@@ -245,7 +245,7 @@ def script_experts() -> Any:
     return AutoModelForCausalLM.from_config(config)
 
 
-# -- the standard scripts of TRL's preference trainers, with LoHan or with TRL ---------------------
+# -- TRL's preference trainers ---------------------------------------------------------------------
 
 SCRIPT_ROWS = 12
 PAIR_ROWS = [

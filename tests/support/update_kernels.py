@@ -11,7 +11,7 @@ import torch
 
 from lohan import _core
 
-# -- the optimizers and their stored moments in plain numpy: what the kernels must do, bit for b----
+# -- reference updates -----------------------------------------------------------------------------
 
 F, U = np.float32, np.uint32
 INT8_BLOCK = 32
@@ -24,7 +24,7 @@ HYPERPARAMETERS: dict[str, dict[str, Any]] = {
 
 
 def uniform_numbers(count: int, seed: int, first: int) -> np.ndarray:
-    """32 bits for each element."""
+    """Return 32 random bits for each element."""
     x = (np.arange(first, first + count, dtype=np.uint64) * 0x9E3779B1 + seed).astype(U)
     x = (x ^ (x >> U(16))) * U(0x7FEB352D)
     x = (x ^ (x >> U(15))) * U(0x846CA68B)
@@ -41,14 +41,14 @@ def from_bf16(bits: np.ndarray) -> np.ndarray:
 
 
 def _blocks(x: np.ndarray) -> np.ndarray:
-    """As rows of a block each, zeros behind the end."""
+    """Return the values as rows of one block each, with zeros behind the end."""
     padded = np.zeros(-(-x.size // INT8_BLOCK) * INT8_BLOCK, x.dtype)
     padded[: x.size] = x
     return padded.reshape(-1, INT8_BLOCK)
 
 
 def to_int8(x: np.ndarray, up: np.ndarray, *, signed: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Codes and scales."""
+    """Return codes and scales."""
     most = F(127 if signed else 255)
     with np.errstate(all="ignore"):
         roots = _blocks(np.sqrt(np.abs(x)) if signed else np.sqrt(np.sqrt(x)))
@@ -124,7 +124,7 @@ class ReferenceUpdate:
 
 
 def aligned(count: int, dtype: Any, offset: int = 0) -> np.ndarray:
-    """`count` zeros at an address `offset` bytes past a multiple of 64."""
+    """Return `count` zeros at an address `offset` bytes past a multiple of 64."""
     itemsize = np.dtype(dtype).itemsize
     raw = np.zeros(count * itemsize + 128, np.uint8)
     start = -raw.ctypes.data % 64 + offset
@@ -141,7 +141,7 @@ def bf16_bits(values: np.ndarray) -> np.ndarray:
     return torch.from_numpy(values).bfloat16().view(torch.uint16).numpy()
 
 
-# -- arrays and hyper-parameters for tests of the native update kernels ----------------------------
+# -- arrays for the native kernels -----------------------------------------------------------------
 
 RULES, MOMENTS = list(SIGNED), ["fp32", "bf16", "int8"]
 MASTERS = ["fp32", "bf16", "fp16"]
