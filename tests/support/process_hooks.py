@@ -166,7 +166,7 @@ def log_phases() -> None:
     """Record the phases of a run or an export."""
     import lohan.train.run_folder as run_folder
     import lohan.train.trainer as trainer
-    from lohan.engine import session
+    from lohan.engine import export
     from lohan.store.store import Store
 
     phases = PhaseLog(FIRST_PHASE.get(sys.argv[1], "load"))
@@ -175,7 +175,7 @@ def log_phases() -> None:
     phases.during(trainer, "one_step", "step")
     phases.during(trainer, "snapshot", "snapshot")
     phases.during(trainer, "export", "export")
-    phases.during(session, "export_store", "export")
+    phases.during(export, "export_store", "export")
     phases.during(run_folder, "restore", "restore")
     phases.during(Store, "commit", "commit")
     if os.environ.get("LOHAN_REPLAN"):
