@@ -99,7 +99,7 @@ def test_round_trip(saved, tmp_path):
         session.export(tmp_path / "direct")
         with torch.no_grad():
             wanted = model(input_ids=data[0]["input_ids"]).logits
-        lohan.engine.session.export_store(session.store, tmp_path / "later", source_folder=folder)
+        lohan.engine.export.export_store(session.store, tmp_path / "later", source_folder=folder)
     names = set(load_file(folder / "model.safetensors"))
     for item in ("direct", "later"):  # with the model at hand, and from the store alone
         assert set(load_file(tmp_path / item / "model.safetensors")) == names
