@@ -290,6 +290,7 @@ class Executor:
         """
         self._check_usable()
         if not self.in_backward:
+            self.watched.check_in_backward()
             if wanted is None:
                 wanted = torch._C._will_engine_execute_node(self._anchor_node)
             if not wanted:

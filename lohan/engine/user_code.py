@@ -73,6 +73,21 @@ class WatchedParameters:
                     )
         self.frozen = frozenset(frozen)
 
+    def check_in_backward(self) -> None:
+        """Refuse parameters that user code has frozen since the forward of this step."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for key, parameter in self.parameters.items():
+                if (
+                    not parameter.requires_grad
+                    and key not in self.frozen
+                    and isinstance(parameter, OffloadedParameter)
+                    and self._groups[key[0]].tensors[key[1]].trainable
+                ):
+                    raise ModelError(
+                        f"{parameter.label[0]} was frozen between forward and backward, when its "
+                        "gradient is part of the step; freeze it before forward or after backward"
+                    )
+
     def _refuse_replaced(self) -> None:
         named = dict(self._model.named_parameters())
         added = [

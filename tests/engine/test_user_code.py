@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -21,7 +23,9 @@ from tests.support.small_models import (
     assert_close,
     assert_same,
     attached,
+    decay_groups,
     loss_of,
+    lr,
     master_weights,
     plain_run,
 )
@@ -192,3 +196,121 @@ def test_batch_norm_counts_no_trial(tmp_path: Path) -> None:
             loss_of(model, batch).backward()
     for block in model.blocks:
         assert int(block.norm.num_batches_tracked) == 2
+
+
+# -- changes between forward and backward, and random numbers of Python and numpy -----------------
+
+
+class Dropping(Step):
+    """A block whose result depends on its mode, on an attribute and on a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor, self.scale = 1.0, nn.Buffer(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        changed = super().forward(x) * self.factor * self.scale
+        return nn.functional.dropout(changed, 0.5, self.training)
+
+
+class DropsByPython(Step):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * random.uniform(0.5, 1.5)
+
+
+class DropsByNumpy(Step):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * float(np.random.uniform(0.5, 1.5))
+
+
+class DropsByGenerator(Step):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * torch.rand(WIDTH, generator=self.generator)
+
+
+def set_factor(model: nn.Module) -> None:
+    for block in model.blocks:
+        block.factor = 0.25
+
+
+def replace_scale(model: nn.Module) -> None:
+    for block in model.blocks:
+        block.scale = block.scale * 0.5
+
+
+def losses_and_weights(
+    block: type[nn.Module], between: Callable[[nn.Module], None], place: Path | None, **options: Any
+) -> Any:
+    """Train for three steps, in memory or in a store, with `between` before every backward."""
+    torch.manual_seed(3)
+    model, losses = Plain(block), []
+    optimizer = torch.optim.AdamW(decay_groups(model, 0.1), lr=1.0, betas=(0.9, 0.95))
+    torch.manual_seed(4)
+    random.seed(5)
+    np.random.seed(6)
+    with nullcontext() if place is None else attached(model, place, **options) as session:
+        for step, batch in enumerate(Plain.data(3)):
+            loss = loss_of(model, batch)
+            between(model)
+            loss.backward()
+            if session is None:
+                for group in optimizer.param_groups:
+                    group["lr"] = lr(step)
+                optimizer.step()
+                optimizer.zero_grad()
+            model.train()
+            losses.append(loss.item())
+        drawn = torch.rand(()).item(), random.random(), float(np.random.random())
+        weights = dict(model.named_parameters()) if session is None else master_weights(session)
+    return losses, drawn, weights
+
+
+@pytest.mark.parametrize("activations", ["recompute", "all"])
+@pytest.mark.parametrize(
+    ("block", "between"),
+    [
+        (Dropping, nn.Module.eval),
+        (Dropping, set_factor),
+        (Dropping, replace_scale),
+        (DropsByPython, nn.Module.train),
+        (DropsByNumpy, nn.Module.train),
+        (DropsByGenerator, nn.Module.train),
+    ],
+)
+def test_backward_uses_the_block_as_it_was_in_forward(
+    block: type[nn.Module], between: Callable[[nn.Module], None], activations: Any, tmp_path: Path
+) -> None:
+    expected = losses_and_weights(block, between, None)
+    options = {"activations": activations, "batch": Plain.data(1)[0]}
+    actual = losses_and_weights(block, between, tmp_path, **options)
+    assert actual[0] == pytest.approx(expected[0], rel=1e-5)
+    assert actual[1] == expected[1]
+    assert_close(actual[2], expected[2])
+
+
+@pytest.mark.parametrize("block", [DropsByPython, DropsByNumpy, DropsByGenerator])
+def test_a_block_that_draws_its_own_random_numbers_is_not_sliced(
+    block: type[nn.Module], tmp_path: Path
+) -> None:
+    expected = losses_and_weights(block, nn.Module.train, None)
+    with pytest.warns(RuntimeWarning, match="random generator"):
+        actual = losses_and_weights(block, nn.Module.train, tmp_path, micro_batch=2)
+    assert actual[0] == pytest.approx(expected[0], rel=1e-5)
+    assert_close(actual[2], expected[2])
+
+
+def test_a_buffer_that_is_changed_in_place_before_backward_is_refused(tmp_path: Path) -> None:
+    model = Plain(Dropping)
+    with attached(model, tmp_path) as session:
+        loss = loss_of(model, Plain.data(1)[0])
+        model.blocks[1].scale.mul_(0.5)
+        with pytest.raises(
+            ModelError, match=r"buffer scale of block blocks\.1 was changed in plac"
+        ):
+            loss.backward()
+        loss_of(model, Plain.data(1)[0]).backward()
+        assert session.step == 1

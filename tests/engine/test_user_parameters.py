@@ -258,6 +258,21 @@ def test_changes_without_optimizer_state_are_refused(change, message, tmp_path):
         assert session.step == 1
 
 
+def test_freezing_between_forward_and_backward_is_refused(tmp_path):
+    """PyTorch leaves the parameter without a gradient, which is honoured before the forward."""
+    model = new_model()
+    with attached(model, tmp_path) as session:
+        loss = loss_of(model, DATA[0])
+        model.blocks[1].requires_grad_(False)
+        with pytest.raises(
+            ModelError, match=r"blocks\.1\.linear\.weight was frozen between forward"
+        ):
+            loss.backward()
+        model.blocks[1].requires_grad_(True)
+        loss_of(model, DATA[0]).backward()
+        assert session.step == 1
+
+
 def test_moving_an_attached_model_changes_nothing(tmp_path):
     model = new_model()
     with attached(model, tmp_path):
