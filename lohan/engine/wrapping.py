@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from lohan.capture.blocks import views
+from lohan.capture.derivatives import differentiable_once
 from lohan.capture.placeholders import lacks_values, without_views
 from lohan.capture.recompute import BlockState, SlicedCompute, slice_gradients
 from lohan.capture.saved_call import (
@@ -246,7 +246,7 @@ class _BlockFunction(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         wrapped, call = ctx.wrapped, ctx.call
         ctx.uses.claim(wrapped.executor, wrapped.site.name)

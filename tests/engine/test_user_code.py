@@ -144,6 +144,32 @@ class Forces(Step):
         return x + 0.1 * forces
 
 
+class Summed(Plain):
+    """A model whose result has a constant gradient, as that of a critic."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in (self.entry, *self.blocks, self.exit):
+            x = block(x)
+        return x.sum()
+
+
+@pytest.mark.parametrize("kind", [Plain, Summed])
+@pytest.mark.parametrize("options", [{}, {"tiles": 4}])
+def test_a_penalty_on_gradients_is_refused(
+    kind: type[Plain], options: dict[str, Any], tmp_path: Path
+) -> None:
+    torch.manual_seed(3)
+    model, batches = kind(), Plain.data(2)
+    with attached(model, tmp_path, **options) as session:
+        x = batches[0]["x"].requires_grad_()
+        loss = model(x)
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        with pytest.raises(ModelError, match="second derivative is computed through a block"):
+            (loss.detach() + slope.square().sum()).backward()
+        loss_of(model, batches[1]).backward(create_graph=True)  # without a second derivative
+        assert session.step == 1
+
+
 @pytest.mark.parametrize("planned", [True, False])
 def test_gradients_inside_a_forward_are_refused(planned: bool, tmp_path: Path) -> None:
     torch.manual_seed(3)
