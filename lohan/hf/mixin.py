@@ -564,7 +564,9 @@ class LohanMixin(OutputStore):
         how = nullcontext() if sliced else head.whole()  # type: ignore[union-attr]
         if head is not None and sliced and not self.over_tokens:
             how = head.apart()  # Trainer gathers the losses of all processes
-        with how, self._in_fp32(model):
+        # Trainer lists the items of an output whether it needs them or not.
+        listed = head.only_loss() if head is not None and sliced else nullcontext()
+        with how, listed, self._in_fp32(model):
             return super().prediction_step(  # type: ignore[misc]
                 model, inputs, prediction_loss_only, ignore_keys
             )
