@@ -31,7 +31,7 @@ from lohan.device.ranks import ProcessGroup, join
 from lohan.engine.attach import attach
 from lohan.engine.head import find_decoder
 from lohan.engine.session import Session
-from lohan.engine.stored_weights import save_into, stored_weights_of
+from lohan.engine.stored_weights import has_saving_code, save_into, stored_weights_of
 from lohan.engine.user_code import has_gradient_hooks
 from lohan.errors import BudgetError, ConfigError, DataError, ModelError, StoreError
 from lohan.hf.arguments import (
@@ -149,6 +149,8 @@ class LohanMixin(OutputStore):
         self._too_large: BudgetError | None = None
         self._ranks: ProcessGroup | None = None  # the processes of torchrun
         self._groups: TorchGroups | None = None  # created on first use
+        # whether LoHan's `_clip_grad_norm` was called in this step, which a subclass may override
+        self._norm_is_read = False
         self._user_steps = UserSteps(self)
         args = positional[1] if len(positional) > 1 else named.get("args")
         if args is not None:
@@ -232,6 +234,8 @@ class LohanMixin(OutputStore):
             self._groups.step_gradients = lambda: _step_gradients(trainer())
         if self.optimizer is None:
             self.create_optimizer()
+        if self.session is not None and not self.session.closed and self.session.step:
+            self._groups.check_kept(self.optimizer)
         self._groups.take_over(self.optimizer, self.model)
         self._user_steps.watch(unwrapped(self.optimizer))
         session = self.session
@@ -535,6 +539,7 @@ class LohanMixin(OutputStore):
             return None
 
     def _clip_grad_norm(self, model: Any) -> float | None:
+        self._norm_is_read = True
         return self.session.executor.grad_norm if self.session is not None else None
 
     def _get_grad_norm(self, model: Any, grad_norm: float | None = None) -> float | None:
@@ -545,6 +550,13 @@ class LohanMixin(OutputStore):
                 "began: gradients are clipped inside backward, by the plan that was made then; set "
                 "it before the Trainer is made"
             )
+        if limit and not self._norm_is_read:
+            raise ConfigError(
+                f"{type(self).__name__}._clip_grad_norm does not call super()._clip_grad_norm, but "
+                f"gradients were clipped to max_grad_norm = {limit} inside backward; set "
+                "max_grad_norm=0 for no clipping, or change gradients with register_hook"
+            )
+        self._norm_is_read = False
         return grad_norm
 
     def prediction_step(
@@ -606,7 +618,8 @@ class LohanMixin(OutputStore):
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         stored = stored_weights_of(self.model)
-        if stored is None or state_dict is not None:  # a subclass has given what is to be written
+        # A subclass has given the values, or the model has code of its own for saving.
+        if stored is None or state_dict is not None or has_saving_code(self.model):
             return super()._save(output_dir, state_dict)  # type: ignore[misc]
         target = Path(output_dir or self.args.output_dir)
         logger.info(f"{target}: weights are written as {stored.dtype}, the type of the model")

@@ -6,6 +6,7 @@ It reads, freezes, hooks, replaces and clips parameters.
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -256,6 +257,22 @@ def test_changes_without_optimizer_state_are_refused(change, message, tmp_path):
             change(model)
             loss_of(model, DATA[1]).backward()
         assert session.step == 1
+
+
+def test_writing_to_a_copy_that_state_dict_returned_warns(tmp_path):
+    """In PyTorch, the copies share memory with the parameters."""
+    model = new_model()
+    with attached(model, tmp_path), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss_of(model, DATA[0]).backward()
+        copies = model.state_dict()
+        scaled = copies["exit.weight"] * 2
+        model.load_state_dict({"exit.weight": scaled}, strict=False)
+        loss_of(model, DATA[1]).backward()
+        copies["blocks.1.linear.weight"].mul_(0.5)
+        with pytest.raises(UserWarning, match=r"in place \(of blocks\.1\.linear\.weight\)"):
+            loss_of(model, DATA[2])
+        loss_of(model, DATA[2]).backward()
 
 
 def test_freezing_between_forward_and_backward_is_refused(tmp_path):

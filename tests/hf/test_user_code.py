@@ -164,6 +164,25 @@ def test_changes_that_come_too_late_are_refused(change, message, tmp_path):
         script(lohan.hf.Trainer, tmp_path, callbacks=[Changes(change)], max_steps=2)
 
 
+class Unclipped(lohan.hf.Trainer):
+    def _clip_grad_norm(self, model):
+        return None
+
+
+class LogsNorm(lohan.hf.Trainer):
+    def _clip_grad_norm(self, model):
+        self.last_norm = super()._clip_grad_norm(model)
+        return self.last_norm
+
+
+def test_clipping_of_a_subclass_is_refused_unless_it_is_that_of_the_trainer(tmp_path):
+    with pytest.raises(ConfigError, match=r"Unclipped\._clip_grad_norm does not call super"):
+        script(Unclipped, tmp_path / "a", max_steps=2, max_grad_norm=0.1)
+    assert script(Unclipped, tmp_path / "b", max_steps=2, max_grad_norm=0).session.step == 2
+    trainer = script(LogsNorm, tmp_path / "c", max_steps=2, max_grad_norm=0.1)
+    assert trainer.last_norm == logged(trainer, "grad_norm")[-1]
+
+
 class DoublesWhenSaving:
     """Saves a state_dict of its own, as subclasses do that leave weights out or rename them."""
 
