@@ -157,7 +157,8 @@ class BlockState:
 
     def _generators(self) -> OldValues:
         """Return copies of the generators of Python, numpy and of the modules' attributes."""
-        if not self._has_user_code:
+        hooked = any(module._forward_hooks or module._forward_pre_hooks for module in self._modules)
+        if not self._has_user_code and not hooked:
             return []
         copies: OldValues = [
             ((_HOST_RANDOM, key), _HOST_RANDOM.get(key)) for key in HostRandom.KEYS

@@ -141,10 +141,12 @@ class Executor:
         self.train_state = TrainState.of(store.meta)
         # An additional input of every block and of the head. It requires a gradient, so autograd
         # also calls the backward of a block whose other inputs are integers.
-        self.anchor = torch.zeros((), requires_grad=True, device=device.torch_device)
+        # User code may write weights, and so make an executor, where gradients are disabled.
+        with torch.inference_mode(False), torch.enable_grad():
+            self.anchor = torch.zeros((), requires_grad=True, device=device.torch_device)
+            function: Any = self.anchor.view_as(self.anchor).grad_fn
         # The node of `anchor` in the graph. Autograd executes it if a backward computes all
         # gradients, but not in torch.autograd.grad for selected inputs.
-        function: Any = self.anchor.view_as(self.anchor).grad_fn
         self._anchor_node = function.next_functions[0][0]
         # The sums of `accumulating` and the gradients of resident parameters, set aside during a
         # backward whose gradients are not added to them.
@@ -255,6 +257,12 @@ class Executor:
         Resident parameters get the values of the last step, and changes that user code has
         made to parameters are applied.
         """
+        if torch.is_grad_enabled() and self.sites_with_weights:
+            raise ModelError(
+                "the model is called while one of its own blocks runs, as torch.utils.checkpoint "
+                "around the model does to repeat its forward; leave the checkpoint out, because "
+                "blocks are recomputed from their inputs in any case"
+            )
         self._roll_back_unfinished()
         self.refresh_resident()
         if torch.is_grad_enabled():

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import lohan
 from lohan.device.emulated import EmulatedDevice
@@ -24,11 +25,14 @@ from tests.support.small_models import (
     assert_same,
     attached,
     decay_groups,
+    lohan_run,
     loss_of,
     lr,
     master_weights,
     plain_run,
+    small_model,
 )
+from tests.support.small_models import batches as text_batches
 from tests.support.unusual_modules import WIDTH, Plain, Step
 
 
@@ -142,6 +146,15 @@ class Forces(Step):
             energy = torch.tanh(self.linear(at)).square().sum()
             (forces,) = torch.autograd.grad(energy, at, create_graph=True)
         return x + 0.1 * forces
+
+
+def test_a_checkpoint_around_the_model_is_refused(tmp_path: Path) -> None:
+    model, (batch,) = small_model("llama"), text_batches(1, batch=2, seq=8)
+    with attached(model, tmp_path) as session:
+        with pytest.raises(ModelError, match="leave the checkpoint out"):
+            checkpoint(lambda: loss_of(model, batch), use_reentrant=False).backward()
+        loss_of(model, batch).backward()
+        assert session.step == 1
 
 
 class Summed(Plain):
@@ -316,6 +329,22 @@ def test_backward_uses_the_block_as_it_was_in_forward(
     assert actual[0] == pytest.approx(expected[0], rel=1e-5)
     assert actual[1] == expected[1]
     assert_close(actual[2], expected[2])
+
+
+def test_a_hook_that_draws_in_a_block_of_a_library_is_recomputed_with_its_numbers(
+    tmp_path: Path,
+) -> None:
+    def scaled(module: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
+        return out * random.uniform(0.5, 1.5)
+
+    model, data = small_model("llama"), text_batches(2, batch=2, seq=8)
+    model.model.layers[1].mlp.register_forward_hook(scaled)
+    random.seed(5)
+    losses, weights = plain_run(model, data)
+    random.seed(5)
+    actual, result = lohan_run(model, data, tmp_path)
+    assert actual == pytest.approx(losses, rel=1e-5)
+    assert_close(result, weights)
 
 
 @pytest.mark.parametrize("block", [DropsByPython, DropsByNumpy, DropsByGenerator])

@@ -186,6 +186,24 @@ def test_load_state_dict_writes_to_the_store(dtype, closed, tmp_path):
             assert session.step == 2
 
 
+class Clamps(Around):
+    """Clamps a weight after every step, in a context without gradients."""
+
+    def __init__(self, context: Any) -> None:
+        self.context = context
+
+    def after(self, model: nn.Module, step: int) -> None:
+        with self.context():
+            weight = model.get_parameter("blocks.1.linear.weight").detach()
+            model.load_state_dict({"blocks.1.linear.weight": weight.clamp(-0.1, 0.1)}, strict=False)
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_load_state_dict_where_gradients_are_disabled(context, tmp_path):
+    expected = in_memory(new_model(), Clamps(torch.no_grad))
+    assert_close(out_of_core(new_model(), Clamps(context), tmp_path), expected)
+
+
 def test_frozen_weights_are_loaded_only_if_they_are_the_same(tmp_path):
     model = new_model()
     model.entry.requires_grad_(False)
