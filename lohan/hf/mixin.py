@@ -255,6 +255,11 @@ class LohanMixin(OutputStore):
         `lasting` serves one evaluation; its store is separate and is removed afterwards.
         """
         if self.session is not None and not self.session.closed:
+            if self.session.model is not self.model:
+                raise ConfigError(
+                    f"trainer.model was replaced by another {type(self.model).__name__}, but the "
+                    "session of this Trainer trains the earlier one; make a new Trainer for it"
+                )
             if self.optimizer is not None:
                 self._param_groups()
             return self.session

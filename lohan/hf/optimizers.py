@@ -288,9 +288,10 @@ class TorchGroups:
 
     def check_kept(self, optimizer: Any) -> None:
         """Refuse another optimizer than that of the earlier steps, whose moments are kept."""
-        if self._torch is not None and unwrapped(optimizer) is not self._torch:
+        new = unwrapped(optimizer)
+        if self._torch is not None and new is not self._torch:
             raise ConfigError(
-                f"the optimizer of the Trainer was replaced by another {type(optimizer).__name__}, "
+                f"the optimizer of the Trainer was replaced by another {type(new).__name__}, "
                 f"which has no moments in torch, but {_MOMENTS}; to keep them, leave the optimizer "
                 "as it is and change its param_groups"
             )

@@ -22,6 +22,7 @@ from tests.support.small_models import batches, small_model
 from tests.support.trainer_scripts import assert_alike, logged, script, weights
 
 HEAD, NORM = "lm_head.weight", "model.norm.weight"
+INNER = "model.layers.1.mlp.up_proj.weight"
 
 
 def with_own_step(kind: type) -> type:
@@ -197,6 +198,29 @@ def test_state_dict_that_a_subclass_saves_is_written(tmp_path):
     trainer.save_model(str(tmp_path / "saved"))
     saved = weights(tmp_path / "saved")
     assert torch.equal(saved[HEAD], 2 * trainer.model.get_parameter(HEAD).detach())
+
+
+def test_freezing_for_a_second_training_is_honoured(tmp_path):
+    ended = []
+    for kind in (transformers.Trainer, lohan.hf.Trainer):
+        out = tmp_path / kind.__module__
+        trainer = script(kind, out, max_steps=2)
+        trainer.model.model.layers[1].requires_grad_(False)
+        before = trainer.model.get_parameter(INNER).detach().clone()
+        trainer.train()
+        trainer.save_model(str(out))
+        ended.append((trainer, weights(out)))
+        assert torch.equal(ended[-1][1][INNER], before)
+    (expected, wanted), (actual, result) = ended
+    assert_alike(actual, expected)
+    assert max((wanted[n] - result[n]).abs().max().item() for n in wanted) < 2e-5
+
+
+def test_another_model_for_a_second_training_is_refused(tmp_path):
+    trainer = script(lohan.hf.Trainer, tmp_path, max_steps=1)
+    trainer.model = trainer.model_wrapped = small_model("llama", seed=4)
+    with pytest.raises(ConfigError, match=r"trainer\.model was replaced by another Llama.*new Tra"):
+        trainer.train()
 
 
 def test_unfreezing_for_a_second_training_is_refused(tmp_path):
