@@ -9,6 +9,7 @@ including everything that depends on weights.
 from __future__ import annotations
 
 import logging
+import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from copy import copy
 from enum import IntEnum
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import (
@@ -62,6 +64,7 @@ class KnownValues(IntEnum):
 def faking(values: KnownValues = KnownValues.SHAPES) -> Iterator[None]:
     """Make tensors created in the `with` body fake, unless they are computed from known values.
 
+    The random states of Python and numpy are restored on exit, because a model may draw from them.
     Inside another `faking` context, the outer context stays in effect.
     """
     if any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack()):
@@ -73,11 +76,14 @@ def faking(values: KnownValues = KnownValues.SHAPES) -> Iterator[None]:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     # the pointer would be 0, and a kernel would write there
     mode._allow_unsafe_data_ptr_access = False
+    python_state, numpy_state = random.getstate(), np.random.get_state()
     try:
         with mode, _Shapes(values):
             yield
     finally:
         log.setLevel(level)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
 
 
 def with_least_values(

@@ -6,6 +6,7 @@ backward can compute it again.
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -14,6 +15,7 @@ from functools import partial
 from operator import is_
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -70,17 +72,50 @@ class RunAhead:
 
 
 _ABSENT = object()
+# Packages whose modules draw random numbers from the generator of the device only.
+_LIBRARIES = ("torch", "transformers", "diffusers", "peft", "lohan")
 
 
 @dataclass(frozen=True)
 class Snapshot:
     """The state of a block before a call.
 
-    It holds the version of each buffer, copies of some buffers, and all attributes of the modules.
+    It holds the version of each buffer, copies of some buffers, all attributes of the modules, and
+    the states of random generators besides that of the device.
     """
 
     buffers: list[tuple[torch.Tensor, int, torch.Tensor | None]]
     attributes: list[dict[str, Any]]
+    generators: OldValues
+
+
+class HostRandom:
+    """The random states of Python and numpy, which are read and set as the items of a dict."""
+
+    KEYS = ("random", "numpy.random")
+
+    def get(self, key: str, _: Any = None) -> Any:
+        return random.getstate() if key == "random" else np.random.get_state()
+
+    def __setitem__(self, key: str, state: Any) -> None:
+        if key == "random":
+            random.setstate(state)
+        else:
+            np.random.set_state(state)
+
+
+_HOST_RANDOM: Any = HostRandom()
+
+
+def _has_advanced(now: Any, before: Any) -> bool:
+    """Return whether numbers were drawn between two states of a random generator."""
+    if isinstance(before, torch.Generator):
+        same = isinstance(now, torch.Generator) and torch.equal(now.get_state(), before.get_state())
+    elif isinstance(before[1], tuple):  # Python's
+        same = now == before
+    else:  # numpy's: numbers and position
+        same = now[2] == before[2] and np.array_equal(now[1], before[1])
+    return not same
 
 
 # Set by transformers when it registers hooks. The hooks stay, so this attribute is not restored.
@@ -95,6 +130,10 @@ class BlockState:
         # indices into `_attributes`; None before the first forward
         self._changing: set[int] | None = None
         self._modules = list(module.modules())
+        # whether user code may draw random numbers in ways that recomputation has to repeat
+        self._has_user_code = any(
+            type(child).__module__.partition(".")[0] not in _LIBRARIES for child in self._modules
+        )
         self._attributes: list[Attribute] = [
             (child._buffers, key)
             for child in self._modules
@@ -112,7 +151,24 @@ class BlockState:
             (tensor, tensor._version, tensor.detach().clone() if number in copied else None)
             for number, tensor in enumerate(self._current())
         ]
-        return Snapshot(buffers, [dict(vars(module)) for module in self._modules])
+        return Snapshot(
+            buffers, [dict(vars(module)) for module in self._modules], self._generators()
+        )
+
+    def _generators(self) -> OldValues:
+        """Return copies of the generators of Python, numpy and of the modules' attributes."""
+        hooked = any(module._forward_hooks or module._forward_pre_hooks for module in self._modules)
+        if not self._has_user_code and not hooked:
+            return []
+        copies: OldValues = [
+            ((_HOST_RANDOM, key), _HOST_RANDOM.get(key)) for key in HostRandom.KEYS
+        ]
+        for module in self._modules:
+            attributes = vars(module)
+            for key, value in attributes.items():
+                if isinstance(value, torch.Generator):
+                    copies.append(((attributes, key), value.clone_state()))
+        return copies
 
     def changes_since(self, before: Snapshot) -> OldValues:
         """Return the old values of everything that forward has changed."""
@@ -133,11 +189,45 @@ class BlockState:
             changed.add(number)
             saved.append((self._attributes[number], old))
         self._changing = changed | (self._changing or set())
-        return saved + self._other_attributes(before)
+        return saved + self._drawn(before) + self._other_attributes(before.attributes)
 
-    def _other_attributes(self, before: Snapshot) -> OldValues:
+    def unchanged_since(self, before: Snapshot) -> list[tuple[torch.Tensor, int] | None]:
+        """Return the buffers that forward has left alone with their versions, None for others."""
+        return [
+            (tensor, version) if current is tensor and current._version == version else None
+            for current, (tensor, version, _) in zip(self._current(), before.buffers, strict=True)
+        ]
+
+    def changes_of_user(self, call: SavedCall) -> OldValues:
+        """Return the values in forward of what was changed between forward and backward.
+
+        User code may switch a module to `eval`, or set another attribute, before it calls backward.
+        """
         saved: OldValues = []
-        for module, old in zip(self._modules, before.attributes, strict=True):
+        for number, (current, old) in enumerate(zip(self._current(), call.buffers, strict=True)):
+            if old is None:
+                continue
+            if current is not old[0]:
+                saved.append((self._attributes[number], old[0]))
+            elif current._version != old[1]:
+                raise ModelError(
+                    f"buffer {self._attributes[number][1]} of block {self._name} was changed in "
+                    "place between forward and backward, so the block cannot be recomputed; change "
+                    "it after backward"
+                )
+        return saved + self._other_attributes(call.attributes)
+
+    def _drawn(self, before: Snapshot) -> OldValues:
+        """Return the states of the generators from which forward has drawn."""
+        return [
+            ((owner, key), old)
+            for (owner, key), old in before.generators
+            if _has_advanced(owner.get(key), old)
+        ]
+
+    def _other_attributes(self, before: list[dict[str, Any]]) -> OldValues:
+        saved: OldValues = []
+        for module, old in zip(self._modules, before, strict=True):
             current = vars(module)
             if current.keys() == old.keys() and all(map(is_, current.values(), old.values())):
                 continue  # the usual case, in which the order is the same too
@@ -147,16 +237,19 @@ class BlockState:
         return saved
 
     def advanced(self, before: Snapshot) -> str:
-        """Return the name of a buffer or number that a call has changed, or an empty string.
+        """Return the name of what a call has changed, or an empty string.
 
-        A block with such state gives other results in several calls than in one.
+        This may be a buffer, a number, or a random generator besides that of the device. A block
+        with such state gives other results in several calls than in one.
         """
         for number, current in enumerate(self._current()):
             tensor, version, old = before.buffers[number]
             moved = current is not tensor or current._version != version
             if moved and (old is None or not torch.equal(current, old)):
                 return f"buffer {self._attributes[number][1]}"
-        for (attributes, key), was in self._other_attributes(before):
+        for (_, key), _ in self._drawn(before):
+            return f"random generator {key}"
+        for (attributes, key), was in self._other_attributes(before.attributes):
             if isinstance(attributes.get(key), int | float) and isinstance(was, int | float):
                 return f"attribute {key}"
         return ""
@@ -166,14 +259,16 @@ class BlockState:
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
-        """Restore buffers and attributes on exit."""
+        """Restore buffers, attributes and random generators on exit."""
         before = self.snapshot()
         pairs = zip(self._attributes, self._current(), strict=True)
-        with with_old_values([(attribute, tensor) for attribute, tensor in pairs]):
+        buffers: OldValues = [(attribute, tensor) for attribute, tensor in pairs]
+        with with_old_values(buffers + before.generators):
+            inside = [dict(vars(module)) for module in self._modules]
             try:
                 yield
             finally:
-                for attribute, old in self._other_attributes(before):
+                for attribute, old in self._other_attributes(inside):
                     _put(attribute, old)
 
 
@@ -187,12 +282,16 @@ def _put(attribute: Attribute, value: Any) -> None:
 
 def restore_values(saved: OldValues) -> None:
     for attribute, old in saved:
-        _put(attribute, old.detach().clone() if isinstance(old, torch.Tensor) else old)
+        if isinstance(old, torch.Tensor):
+            old = old.detach().clone()
+        elif isinstance(old, torch.Generator):
+            old = old.clone_state()
+        _put(attribute, old)
 
 
 @contextmanager
 def with_old_values(saved: OldValues) -> Iterator[None]:
-    """Temporarily restore old values for a recomputation. Tensors are copied."""
+    """Temporarily restore old values for a recomputation. Tensors and generators are copied."""
     current = [(attribute, attribute[0].get(attribute[1], _ABSENT)) for attribute, _ in saved]
     try:
         restore_values(saved)
@@ -326,6 +425,9 @@ class SlicedCompute:
                 output.put(part, out)
         call.check_untouched()
         call.changed = block.state.changes_since(before)
+        if backward_follows:
+            call.buffers = block.state.unchanged_since(before)
+            call.attributes = before.attributes
         self.cuts.confirm()
         return output
 
@@ -389,7 +491,8 @@ class SlicedCompute:
         The gradients of the weights are passed to the hooks on their leaves.
         """
         inputs = [Gathered(call.batch) for _ in call.tensors]
-        old_values = with_old_values(call.changed) if call.changed else nullcontext()
+        changed = call.changed + block.state.changes_of_user(call)
+        old_values = with_old_values(changed) if changed else nullcontext()
         with forked_random_state(self._device), self._device.computing(), old_values:
             for number, part in enumerate(call.slices(self.micro_batch)):
                 with self.run_ahead.slice():
@@ -451,9 +554,10 @@ class SlicedCompute:
                 gathered.add(tensor.grad)
 
     @contextmanager
-    def as_in_forward(self, call: SavedCall) -> Iterator[None]:
-        """Temporarily restore the random state and buffers with which forward of a call began."""
-        with forked_random_state(self._device), with_old_values(call.changed):
+    def as_in_forward(self, block: Block, call: SavedCall) -> Iterator[None]:
+        """Temporarily restore the random state, buffers and attributes of a call's forward."""
+        changed = call.changed + block.state.changes_of_user(call)
+        with forked_random_state(self._device), with_old_values(changed):
             self._device.set_random_state(call.rng[0])
             yield
 

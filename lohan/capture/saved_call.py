@@ -332,7 +332,11 @@ class SavedCall:
         self.evicted = False
         self.cut = Cut(whole="it was not asked for")
         self.checked = False  # whether the cut was compared with a plain call
-        self.changed: OldValues = []  # buffers that forward has changed, with their old values
+        # what forward has changed (buffers, attributes, random generators), with the old values
+        self.changed: OldValues = []
+        # the buffers that forward has left alone with their versions, and None for all others
+        self.buffers: list[tuple[torch.Tensor, int] | None] = []
+        self.attributes: list[dict[str, Any]] = []  # of all modules, when forward began
         self.context: Any = None  # the CallContext of forward
         for i in self._where:
             self._leaves[i] = None

@@ -24,11 +24,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lohan.capture.casting import has_hooks
+from lohan.capture.derivatives import differentiable_once
 from lohan.capture.recompute import BlockState
 from lohan.capture.saved_call import CallContext, collecting, swapped
 from lohan.capture.selective_checkpoint import (
@@ -417,7 +417,7 @@ class _TileFunction(torch.autograd.Function):
         return tuple(out)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         wanted = ctx.needs_input_grad[2:]
         gradients = ctx.call.gradients(ctx.saved_tensors, wanted, ctx.tiles, grads)

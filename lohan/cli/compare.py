@@ -25,7 +25,7 @@ from lohan.tools.plan_request import machine_of
 from lohan.util.display import echo
 from lohan.util.files import OutputFile
 from lohan.util.trace import LANES, trace_output
-from lohan.util.units import format_bytes
+from lohan.util.units import GiB, format_bytes
 
 # -- Outcome of a system on a machine -------------------------------------------------------------
 
@@ -316,7 +316,8 @@ def _cell(value: float | None) -> str:
 
 def _value(over: str, value: int) -> str:
     if over == "host":
-        return f"{value / 1e9:g} GB"
+        in_gib = value % GiB == 0  # as it was given
+        return f"{value / GiB:g} GiB" if in_gib else f"{value / 1e9:g} GB"
     return f"batch {value}" if over == "batch" else f"{value} SSD{'' if value == 1 else 's'}"
 
 

@@ -40,8 +40,10 @@ def main(*, stopped: Callable[[], bool] = lambda: False) -> None:
         echo(f"lohan {__version__}")
         return
     try:
-        if sys.argv[1:2] in (["train"], ["plan"], ["init"]):
-            import_module("lohan.cli.recipes").refuse_foreign_options(sys.argv[2:])
+        if sys.argv[1:2] in (["train"], ["plan"], ["init"], ["resume"]):
+            import_module("lohan.cli.recipes").refuse_foreign_options(
+                sys.argv[2:], resumes=sys.argv[1] == "resume"
+            )
         command_line(sys.argv[1:])()
     except (LohanError, OSError) as error:
         if stopped():

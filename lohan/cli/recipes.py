@@ -400,15 +400,19 @@ NAMES = {
 }
 
 
-def refuse_foreign_options(words: Sequence[str]) -> None:
+# The settings that `lohan resume` offers as options. The others are given by --set.
+OPTIONS_OF_RESUME = ("train.lr", "train.batch", "train.micro_batch", "budget.host", "budget.ssd")
+
+
+def refuse_foreign_options(words: Sequence[str], *, resumes: bool = False) -> None:
     """Raise ConfigError for an option that has another name in another trainer."""
     for word in words:
         option = word.partition("=")[0]
         setting = NAMES.get(option.removeprefix("--").replace("-", "_"))
         if setting is not None and option.startswith("--") and option != field_of(setting).option:
-            raise ConfigError(
-                f"{option}: no such option; it is called {field_of(setting).option} here"
-            )
+            by_set = resumes and setting not in (*OPTIONS_OF_RESUME, "train.steps")
+            here = f"--set {setting}=VALUE" if by_set else field_of(setting).option
+            raise ConfigError(f"{option}: no such option; it is called {here} here")
 
 
 def refuse_yaml(file: Path) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lohan.cli.options import ConfigFile, Json, settings_options
-from lohan.cli.recipes import refuse_yaml
+from lohan.cli.recipes import OPTIONS_OF_RESUME, refuse_yaml
 from lohan.config import DTYPES, field_of, fields_of, load_config
 from lohan.device.launch import EXIT_INTERRUPTED, as_ranks, is_rank
 from lohan.errors import ConfigError
@@ -100,7 +100,7 @@ def train(
         finish(run_train(resolved, shown), resolved.out, shown, as_json=as_json)
 
 
-@settings_options("train.lr", "train.batch", "train.micro_batch", "budget.host", "budget.ssd")
+@settings_options(*OPTIONS_OF_RESUME)
 def resume(
     overrides: dict[str, Any],
     run: Run,

@@ -172,6 +172,12 @@ class Executor:
         Resident parameters get the values of the last step, and changes that user code has
         made to parameters are applied.
         """
+        if torch.is_grad_enabled() and self.hooks.sites_with_weights:
+            raise ModelError(
+                "the model is called while one of its own blocks runs, as torch.utils.checkpoint "
+                "around the model does to repeat its forward; leave the checkpoint out, because "
+                "blocks are recomputed from their inputs in any case"
+            )
         self.roll_back_unfinished()
         self.refresh_resident()
         if torch.is_grad_enabled():
@@ -206,6 +212,7 @@ class Executor:
         """
         self._check_usable()
         if not self.in_backward:
+            self.hooks.watched.check_in_backward()
             if wanted is None:
                 wanted = self.anchor.is_executed()
             if not wanted:
@@ -486,10 +493,12 @@ class Anchor:
     """
 
     def __init__(self, torch_device: torch.device) -> None:
-        self.tensor = torch.zeros((), requires_grad=True, device=torch_device)
+        # User code may write weights, and so make an executor, where gradients are disabled.
+        with torch.inference_mode(False), torch.enable_grad():
+            self.tensor = torch.zeros((), requires_grad=True, device=torch_device)
+            function: Any = self.tensor.view_as(self.tensor).grad_fn
         # The node of the tensor in the graph. Autograd executes it if a backward computes all
         # gradients, but not in torch.autograd.grad for selected inputs.
-        function: Any = self.tensor.view_as(self.tensor).grad_fn
         self._node = function.next_functions[0][0]
 
     def is_executed(self) -> bool:

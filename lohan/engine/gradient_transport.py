@@ -244,7 +244,8 @@ class GradientSpill:
     ) -> None:
         self._store, self._groups = store, groups
         self._chunks = [chunks(group, chunk_params) for group in groups]
-        largest = min(chunk_params, max(group.numel for group in groups))
+        # Frozen groups have no gradients, so no buffer has to hold a chunk of theirs.
+        largest = min(chunk_params, max(group.numel for group in groups if not group.frozen))
         self._buffers = [pool.allocate("gradient staging", largest * FLOAT) for _ in range(buffers)]
         self._spilled: dict[int, tuple[torch.dtype, frozenset[int]]] = {}
 

@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import inspect
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
+from lohan.capture.derivatives import differentiable_once
 from lohan.capture.fake import buffers_at
 from lohan.capture.placeholders import lacks_values
 from lohan.device.base import to_device
@@ -36,7 +37,14 @@ IGNORED = -100
 # The second argument sums a number over all ranks; all ranks must call it equally often.
 LogpLoss = Callable[[torch.Tensor, Callable[[float], float]], torch.Tensor]
 OnLogits = Callable[[torch.Tensor, torch.Tensor], None]  # logits, and the tokens to predict
-_NOT_FOR_DECODER = ("labels", "logits_to_keep", "num_items_in_batch", "return_dict")
+_NOT_FOR_DECODER = (
+    "labels",
+    "shift_labels",
+    "ignore_index",
+    "logits_to_keep",
+    "num_items_in_batch",
+    "return_dict",
+)
 
 
 def find_decoder(model: nn.Module) -> nn.Module | None:
@@ -225,8 +233,18 @@ class ShiftedLabels:
     count: float | None  # the number of labels in the whole batch, if the caller passes it
 
 
-def labelled_rows(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    following = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:].reshape(-1)
+def labelled_rows(
+    labels: torch.Tensor, following: torch.Tensor | None = None, ignored: int = IGNORED
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the label of the next token for each token, and the indices of tokens that have one.
+
+    `following` are these labels if the caller has shifted them; `ignored` marks tokens without one.
+    """
+    if following is None:
+        following = nn.functional.pad(labels, (0, 1), value=ignored)[..., 1:]
+    following = following.reshape(-1)
+    if ignored != IGNORED:
+        following = following.masked_fill(following == ignored, IGNORED)
     return following, (following != IGNORED).nonzero().squeeze(1)
 
 
@@ -234,22 +252,68 @@ class LazyLogits:
     """A mixin for outputs of transformers that computes the logits when they are read.
 
     The logits of all tokens are then computed at once, with a graph. If only the loss is read,
-    logits are never allocated.
+    logits are never allocated. An output that is used as a tuple, or iterated, has them at their
+    place among the other fields.
     """
 
     make_logits: Callable[[], torch.Tensor] | None = None
+    lists_logits = True  # whether an output that is iterated has logits
 
     def __getattribute__(self, name: str) -> Any:
-        if name == "logits" and self.make_logits is not None:
-            make, self.make_logits = self.make_logits, None
-            self.logits = make()
+        if name == "logits":
+            object.__getattribute__(self, "_compute_logits")()
         return super().__getattribute__(name)
 
+    def _compute_logits(self) -> None:
+        make, self.make_logits = self.make_logits, None
+        if make is None:
+            return
+        output: Any = self
+        output.logits = make()
+        names = [field.name for field in fields(output)]
+        for name in names[names.index("logits") + 1 :]:
+            if name in output:
+                output.move_to_end(name)
+
+    def _prepare_items(self) -> None:
+        if self.lists_logits:
+            self._compute_logits()
+
     def __getitem__(self, key: Any) -> Any:
-        return self.logits if key == "logits" else super().__getitem__(key)  # type: ignore[misc]
+        output: Any = self
+        if key == "logits":
+            return output.logits
+        if isinstance(key, str):
+            return OrderedDict.__getitem__(output, key)
+        return output.loss if key == 0 else output.to_tuple()[key]
 
     def get(self, key: Any, default: Any = None) -> Any:
-        return self.logits if key == "logits" else super().get(key, default)  # type: ignore[misc]
+        present = key in self
+        return self[key] if present else default
+
+    def __contains__(self, key: Any) -> bool:
+        lazy = key == "logits" and self.make_logits is not None
+        return lazy or super().__contains__(key)  # type: ignore[misc]
+
+    def __len__(self) -> int:
+        self._prepare_items()
+        return super().__len__()  # type: ignore[misc]
+
+    def __iter__(self) -> Any:
+        self._prepare_items()
+        return super().__iter__()  # type: ignore[misc]
+
+    def keys(self) -> Any:
+        self._prepare_items()
+        return super().keys()  # type: ignore[misc]
+
+    def values(self) -> Any:
+        self._prepare_items()
+        return super().values()  # type: ignore[misc]
+
+    def items(self) -> Any:
+        self._prepare_items()
+        return super().items()  # type: ignore[misc]
 
 
 class SlicedHead:
@@ -264,6 +328,8 @@ class SlicedHead:
         self.decoder = decoder
         self.runs_whole = False
         self.ranks_apart = False  # whether the loss is that of this rank's tokens, as under DDP
+        # whether outputs that are iterated have logits; False where only the loss is used
+        self.lists_logits = True
         # Returns the sum of a slice's losses, given its logits and the tokens to predict.
         self.slice_loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = partial(
             nn.functional.cross_entropy, reduction="sum"
@@ -321,6 +387,15 @@ class SlicedHead:
             self.runs_whole = False
 
     @contextmanager
+    def only_loss(self) -> Iterator[None]:
+        """Temporarily return outputs that have no logits if they are iterated."""
+        self.lists_logits = False
+        try:
+            yield
+        finally:
+            self.lists_logits = True
+
+    @contextmanager
     def apart(self) -> Iterator[None]:
         """Temporarily use the loss of this rank's tokens only."""
         before, self.ranks_apart = self.ranks_apart, True
@@ -352,28 +427,37 @@ class SlicedHead:
         labels = named.get("labels")
         if labels is None or self.runs_whole or self._changed():
             return self._original(*args, **kwargs)
-        if shifted is None or shifted.labels is not labels:
+        following, ignored = named.get("shift_labels"), named.get("ignore_index", IGNORED)
+        is_usual = following is None and ignored == IGNORED
+        if shifted is None or shifted.labels is not labels or not is_usual:
             count = named.get("num_items_in_batch")
             label_count = float(count) if count is not None else None
-            shifted = ShiftedLabels(labels, *labelled_rows(labels), label_count)
+            rows = labelled_rows(labels, following, ignored)
+            shifted = ShiftedLabels(labels, *rows, label_count)
         inputs = {k: v for k, v in named.items() if k not in _NOT_FOR_DECODER}
         out = self.decoder(**inputs)
         self._output_type = type(out)
         loss: Any = self._loss(out.last_hidden_state, shifted, logp_loss)
+        hidden = out.last_hidden_state
         if not named.get("output_router_logits", self._routes):
             others = ("past_key_values", "hidden_states", "attentions")
             taken = {name: getattr(out, name, None) for name in others}
             output: Any = _lazy(CausalLMOutputWithPast)(loss=loss, **taken)
-            hidden = out.last_hidden_state
-            object.__setattr__(output, "make_logits", lambda: self._logits(hidden))
-            return output
-        rest = self._rest(out, args, kwargs)
-        scale = self.executor.record.train_state.loss_scale
-        ranks = 1 if self.ranks_apart else self.executor.collectives.process_group.world
-        extra = rest.loss / ranks
-        value = extra.detach()
-        rest.loss = loss + self._over_ranks(value) + scale * (extra - value)
-        return rest
+        else:
+            rest: Any = self._rest(out, args, {**kwargs, "return_dict": True})
+            scale = self.executor.record.train_state.loss_scale
+            ranks = 1 if self.ranks_apart else self.executor.collectives.process_group.world
+            extra = rest.loss / ranks
+            value = extra.detach()
+            rest.loss = loss + self._over_ranks(value) + scale * (extra - value)
+            kind: Any = type(rest)
+            output = _lazy(kind)(**{k: v for k, v in rest.items() if k != "logits"})
+        object.__setattr__(output, "make_logits", lambda: self._logits(hidden))
+        object.__setattr__(output, "lists_logits", self.lists_logits)
+        returned = named.get("return_dict")
+        if returned is None:
+            returned = getattr(self.model.config, "return_dict", True)
+        return output if returned else output.to_tuple()
 
     @property
     def _routes(self) -> bool:
@@ -401,7 +485,6 @@ class SlicedHead:
             del model._loss_function
             if custom_loss is not None:
                 model.loss_function = custom_loss
-        rest.logits = None
         return rest
 
     def _loss(
@@ -570,7 +653,7 @@ class _HeadFunction(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, d_loss: torch.Tensor) -> Any:
         head, executor = ctx.head, ctx.head.executor
         ctx.uses.claim(executor, "the head")

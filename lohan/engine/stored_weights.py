@@ -32,7 +32,7 @@ from lohan.checkpoint.store_io import overwrite, source_of, store_reader
 from lohan.engine.export import export_merged, export_session, export_store
 from lohan.engine.logged import fold_log
 from lohan.engine.session import Session
-from lohan.engine.user_code import WeightRead, read_weight, watch_torch
+from lohan.engine.user_code import Copies, WeightRead, read_weight, watch_torch
 from lohan.errors import BudgetError, ConfigError, ModelError, StoreError
 from lohan.store.files import IDENTITY
 from lohan.store.store import Store
@@ -51,6 +51,8 @@ class StoredWeights:
         self._session = weakref.ref(session)
         self._opened: Store | None = None  # the store, while it is being read without a session
         self._writes: dict[str, torch.Tensor] | None = None  # values by name, inside `writing`
+        self.names = frozenset(name for name, _ in self.model.named_parameters())
+        self.copies = Copies()
 
     @property
     def session(self) -> Session | None:
@@ -238,8 +240,45 @@ def redirect_to_store(session: Session, dtype: torch.dtype) -> StoredWeights:
             base.resize_token_embeddings = _ResizeTokenEmbeddings(stored)  # type: ignore[assignment]
     methods["__deepcopy__"] = _Copy(stored)
     for name, method in methods.items():
-        setattr(model, name, method)
+        if name not in _SAVING or not _is_of_user(vars(model).get(name)):
+            setattr(model, name, method)
     return stored
+
+
+# -- Code of the user that takes part in saving ----------------------------------------------------
+
+
+_LIBRARIES = ("torch", "transformers", "diffusers", "peft", "trl", "accelerate", "lohan")
+_SAVING = ("save_pretrained", "state_dict")  # methods by which a whole model is saved
+
+
+def _is_of_user(function: Any) -> bool:
+    """Return whether a method or hook was defined outside of libraries."""
+    module = getattr(function, "__module__", None) or ""
+    return function is not None and module.partition(".")[0] not in _LIBRARIES
+
+
+def has_saving_code(model: nn.Module) -> bool:
+    """Return whether user code takes part in saving a model.
+
+    It may override methods, or register hooks of `state_dict`, so that the saved values differ from
+    those in the store.
+    """
+    methods = [vars(model).get(name) for name in _SAVING]
+    methods += [getattr(type(model), name, None) for name in _SAVING]
+    if any(map(_is_of_user, methods)):
+        return True
+    return any(
+        _is_of_user(function)
+        for module in model.modules()
+        for function in (
+            type(module).state_dict,
+            type(module)._save_to_state_dict,
+            type(module).get_extra_state,
+            *module._state_dict_hooks.values(),
+            *module._state_dict_pre_hooks.values(),
+        )
+    )
 
 
 def all_stored_weights_of(model: nn.Module) -> list[StoredWeights]:
@@ -340,6 +379,15 @@ class _SavePretrained(_Method):
             model_class: Any = type(stored.model)
             model_class.save_pretrained(stored.model, save_directory, state_dict=state_dict, **how)
             return
+        if not self.merged and has_saving_code(stored.model):
+            # Its values are loaded into memory, because they may differ from those in the store.
+            if not isinstance(vars(stored.model).get("state_dict"), _StateDict):
+                how["state_dict"] = in_memory(stored, stored.model.state_dict())
+            if not is_main_process:
+                how["is_main_process"] = False
+            own_class: Any = type(stored.model)
+            own_class.save_pretrained(stored.model, save_directory, **how)
+            return
         unknown = {k for k, v in how.items() if v} - {"safe_serialization", "max_shard_size"}
         if unknown:
             raise ConfigError(
@@ -403,11 +451,9 @@ class _StateDict(_Method):
         )
         if keep_vars:
             return state_dict
-        values = values_of(stored, [p for p in state_dict.values() if hasattr(p, "stored_weights")])
-        return {
-            name: values[id(tensor)].detach() if id(tensor) in values else tensor.detach()
-            for name, tensor in state_dict.items()
-        }
+        values = in_memory(stored, state_dict)
+        stored.copies.add({name: values[name] for name in values.keys() & stored.names})
+        return values
 
 
 class _LoadStateDict(_Method):
@@ -468,6 +514,17 @@ class _MergedCopy(_Method):
         whole: Any = _Copy(self._stored)(memo)
         merged: nn.Module = whole.merge_and_unload()
         return merged
+
+
+def in_memory(stored: StoredWeights, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state_dict with values in place of the placeholders of parameters."""
+    values = values_of(stored, [p for p in state_dict.values() if isinstance(p, AttachedParameter)])
+    resolved: dict[str, Any] = {}
+    for name, tensor in state_dict.items():
+        tensor = values.get(id(tensor), tensor)
+        # A module may add an object of any type as its extra state.
+        resolved[name] = tensor.detach() if isinstance(tensor, torch.Tensor) else tensor
+    return resolved
 
 
 def values_of(stored: StoredWeights, parameters: list[Any]) -> dict[int, nn.Parameter]:

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import functools
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from lohan.capture.derivatives import differentiable_once
 from lohan.capture.placeholders import AttachedParameter, OffloadedParameter
 from lohan.errors import BudgetError, ConfigError, LohanError, ModelError
 from lohan.model.layout import FlatGroup
@@ -72,6 +73,24 @@ class WatchedParameters:
                         "moments, or attach it with the parameter unfrozen and freeze it after"
                     )
         self.frozen = frozenset(frozen)
+        copies = getattr(getattr(present[0], "stored_weights", None), "copies", None)
+        if copies is not None:
+            copies.warn_if_changed()
+
+    def check_in_backward(self) -> None:
+        """Refuse parameters that user code has frozen since the forward of this step."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for key, parameter in self.parameters.items():
+                if (
+                    not parameter.requires_grad
+                    and key not in self.frozen
+                    and isinstance(parameter, OffloadedParameter)
+                    and self._groups[key[0]].tensors[key[1]].trainable
+                ):
+                    raise ModelError(
+                        f"{parameter.label[0]} was frozen between forward and backward, when its "
+                        "gradient is part of the step; freeze it before forward or after backward"
+                    )
 
     def _refuse_replaced(self) -> None:
         named = dict(self._model.named_parameters())
@@ -168,6 +187,42 @@ def run_gradient_hooks(parameter: OffloadedParameter, grad: torch.Tensor) -> tor
     return None if kept is None else kept.detach().contiguous()
 
 
+class Copies:
+    """The copies of parameters that `state_dict` has returned.
+
+    In PyTorch they share memory with the parameters, so writing to them changes the model.
+    """
+
+    def __init__(self) -> None:
+        # each copy that may still exist, with its version and the name of its parameter
+        self._copies: list[tuple[weakref.ref[torch.Tensor], int, str]] = []
+
+    def add(self, copies: Mapping[str, torch.Tensor]) -> None:
+        self._copies += [
+            (weakref.ref(tensor), tensor._version, name)
+            for name, tensor in copies.items()
+            if not tensor.is_inference()
+        ]
+
+    def warn_if_changed(self) -> None:
+        """Warn if user code has written to copies since the last step."""
+        kept, changed = [], []
+        for reference, version, name in self._copies:
+            copy = reference()
+            if copy is not None and copy._version == version:
+                kept.append((reference, version, name))
+            elif copy is not None:
+                changed.append(name)
+        self._copies = kept
+        if changed:
+            warnings.warn(
+                f"a value of model.state_dict() was changed in place (of {changed[0]}), which does "
+                "not change the model: state_dict returns copies of what is in the store; write "
+                "values with model.load_state_dict(..., strict=False), or change a clone",
+                stacklevel=3,
+            )
+
+
 # -- Values that are read outside the call of a block ----------------------------------------------
 
 
@@ -223,7 +278,7 @@ class WeightRead(torch.autograd.Function):
         return values
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         session = ctx.stored.running_session
         if session is None:

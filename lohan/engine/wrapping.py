@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from lohan.capture.blocks import views
+from lohan.capture.derivatives import differentiable_once
 from lohan.capture.placeholders import lacks_values, without_views
 from lohan.capture.recompute import BlockState, SlicedCompute, slice_gradients
 from lohan.capture.saved_call import (
@@ -246,7 +246,7 @@ class _BlockFunction(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         wrapped, call = ctx.wrapped, ctx.call
         ctx.uses.claim(wrapped.executor, wrapped.site.name)
@@ -400,7 +400,7 @@ class BlockRunner:
         """Compare the results of the first slice with a plain call, while weights are in memory."""
         call.checked, part = True, call.slices(self.compute.micro_batch)[0]
         _, args, kwargs = call.restore(part, grad=True)
-        with self.compute.as_in_forward(call), torch.enable_grad():
+        with self.compute.as_in_forward(wrapped, call), torch.enable_grad():
             plain = call.context.run(wrapped.original, *args, **kwargs)
         if part != slice(0, call.batch):
             rows = iter(call.cut.outputs)
@@ -436,7 +436,7 @@ class BlockRunner:
         run = partial(call.context.run, wrapped.original, *args, **kwargs)
         plain_weights = {key: [t.detach() for t in weights[key]] for key in wrapped.site.groups}
         installed = wrapped.installed(plain_weights, with_graph=True)
-        with installed, self.compute.as_in_forward(call), self._device.computing():
+        with installed, self.compute.as_in_forward(wrapped, call), self._device.computing():
             plain = plain_gradients(run, leaves, slice_gradients(call, grads, 0, parts[0]))
         self.first_calls.compare_gradients(call.name, gradients, plain)
 

@@ -28,7 +28,7 @@ from lohan.device.ranks import ProcessGroup
 from lohan.engine.attach import attach
 from lohan.engine.head import find_decoder
 from lohan.engine.session import Session
-from lohan.engine.stored_weights import save_into, stored_weights_of
+from lohan.engine.stored_weights import has_saving_code, save_into, stored_weights_of
 from lohan.engine.user_code import has_gradient_hooks
 from lohan.errors import BudgetError, ConfigError, DataError, ModelError
 from lohan.hf.arguments import (
@@ -152,6 +152,11 @@ class LohanMixin(OutputStore):
         `lasting` serves one evaluation; its store is separate and is removed afterwards.
         """
         if self.session is not None and not self.session.closed:
+            if self.session.model is not self.model:
+                raise ConfigError(
+                    f"trainer.model was replaced by another {type(self.model).__name__}, but the "
+                    "session of this Trainer trains the earlier one; make a new Trainer for it"
+                )
             if self.optimizer is not None:
                 _param_groups(self)
             return self.session
@@ -363,6 +368,7 @@ class LohanMixin(OutputStore):
             return None
 
     def _clip_grad_norm(self, model: Any) -> float | None:
+        self._user_steps.norm_is_read = True
         return self.session.grad_norm if self.session is not None else None
 
     def _get_grad_norm(self, model: Any, grad_norm: float | None = None) -> float | None:
@@ -373,6 +379,13 @@ class LohanMixin(OutputStore):
                 "began: gradients are clipped inside backward, by the plan that was made then; set "
                 "it before the Trainer is made"
             )
+        if limit and not self._user_steps.norm_is_read:
+            raise ConfigError(
+                f"{type(self).__name__}._clip_grad_norm does not call super()._clip_grad_norm, but "
+                f"gradients were clipped to max_grad_norm = {limit} inside backward; set "
+                "max_grad_norm=0 for no clipping, or change gradients with register_hook"
+            )
+        self._user_steps.norm_is_read = False
         return grad_norm
 
     def prediction_step(
@@ -392,7 +405,9 @@ class LohanMixin(OutputStore):
         how = nullcontext() if sliced else head.whole()  # type: ignore[union-attr]
         if head is not None and sliced and not self.over_tokens:
             how = head.apart()  # Trainer gathers the losses of all processes
-        with how, self._user_steps.losses_in_fp32(model):
+        # Trainer lists the items of an output whether it needs them or not.
+        listed = head.only_loss() if head is not None and sliced else nullcontext()
+        with how, listed, self._user_steps.losses_in_fp32(model):
             return super().prediction_step(  # type: ignore[misc]
                 model, inputs, prediction_loss_only, ignore_keys
             )
@@ -407,7 +422,8 @@ class LohanMixin(OutputStore):
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         stored = stored_weights_of(self.model)
-        if stored is None or state_dict is not None:  # a subclass has given what is to be written
+        # A subclass has given the values, or the model has code of its own for saving.
+        if stored is None or state_dict is not None or has_saving_code(self.model):
             return super()._save(output_dir, state_dict)  # type: ignore[misc]
         target = Path(output_dir or self.args.output_dir)
         logger.info(f"{target}: weights are written as {stored.dtype}, the type of the model")
@@ -533,6 +549,8 @@ def _param_groups(trainer: LohanMixin) -> TorchGroups:
         trainer._groups.step_gradients = lambda: _step_gradients(reference())
     if trainer.optimizer is None:
         trainer.create_optimizer()
+    if trainer.session is not None and not trainer.session.closed and trainer.session.step:
+        trainer._groups.check_kept(trainer.optimizer)
     trainer._groups.take_over(trainer.optimizer, trainer.model)
     trainer._user_steps.watch(unwrapped(trainer.optimizer))
     session = trainer.session

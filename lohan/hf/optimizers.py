@@ -213,6 +213,8 @@ class TorchGroups:
         self.step_gradients: Callable[[], StepGradients | None] = lambda: None
         self._moments = moments
         self._torch: Any = None  # the optimizer that these groups belong to
+        self._params: list[list[StandIn]] = []  # the stand-ins of each group
+        self._warned_of_moments = False  # True once user code has called `state_dict`
         # the group of each parameter, under each of the parameter's names
         self._index: dict[str, int] = {}
         self._keys: list[frozenset[str]] = []  # the keys that each group had when it was taken over
@@ -232,6 +234,13 @@ class TorchGroups:
                 torch_optimizer.state = NoState(dict)
             return
         check_class(type(torch_optimizer))
+        if torch_optimizer.state:
+            raise ConfigError(
+                f"the {type(torch_optimizer).__name__} has moments of "
+                f"{counted(len(torch_optimizer.state), 'parameter')}, and LoHan would begin with "
+                "new ones; pass an optimizer that has made no step and loaded no state, or resume "
+                "from a checkpoint that lohan.hf has saved"
+            )
         names: dict[int, list[str]] = {}
         trained: dict[int, str] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -272,10 +281,22 @@ class TorchGroups:
         self._keys = [frozenset(group) for group in torch_optimizer.param_groups]
         for group in torch_optimizer.param_groups:
             group["params"] = [self._stand_in(parameter) for parameter in group["params"]]
+        self._params = [list(group["params"]) for group in torch_optimizer.param_groups]
         torch_optimizer.state = NoState(dict)
         torch_optimizer.register_load_state_dict_pre_hook(_refuse_state)
+        torch_optimizer.register_state_dict_pre_hook(self._warn_of_missing_moments)
         self._torch = torch_optimizer
         self.optimizer = self.at(0).optimizers[0]
+
+    def check_kept(self, optimizer: Any) -> None:
+        """Refuse another optimizer than that of the earlier steps, whose moments are kept."""
+        new = unwrapped(optimizer)
+        if self._torch is not None and new is not self._torch:
+            raise ConfigError(
+                f"the optimizer of the Trainer was replaced by another {type(new).__name__}, "
+                f"which has no moments in torch, but {_MOMENTS}; to keep them, leave the optimizer "
+                "as it is and change its param_groups"
+            )
 
     def at(self, step: int) -> GroupValues:
         """Return the current values of the groups."""
@@ -285,6 +306,13 @@ class TorchGroups:
                 f"the optimizer has {counted(len(groups), 'parameter group')}, and had "
                 f"{len(self._keys)} when training began; add them before train()"
             )
+        for number, (group, params) in enumerate(zip(groups, self._params, strict=True)):
+            if list(map(id, group["params"])) != list(map(id, params)):
+                raise ConfigError(
+                    f"the parameters of optimizer.param_groups[{number}] were changed during "
+                    "training, and updates keep the groups that it began with; write other values "
+                    "to the groups, or freeze parameters with requires_grad"
+                )
         kind = OPTIMIZERS[CLASSES[type(self._torch)]]
         optimizers: list[Optimizer] = []
         rates: list[float] = []
@@ -306,6 +334,22 @@ class TorchGroups:
         stand_in = StandIn(empty, requires_grad=parameter.requires_grad)
         stand_in.groups = self
         return stand_in
+
+    def _warn_of_missing_moments(self, _: Any) -> None:
+        """Warn user code that calls `state_dict` of the optimizer, whose `state` is empty."""
+        frame = sys._getframe(1)
+        while str(frame.f_globals.get("__name__", "")).startswith("torch."):
+            frame = frame.f_back  # type: ignore[assignment]
+        # Accelerate reads the state of every optimizer that it wraps.
+        caller = frame.f_globals.get("__name__"), frame.f_code.co_name
+        if caller == ("accelerate.optimizer", "__init__") or self._warned_of_moments:
+            return
+        self._warned_of_moments = True
+        logger.warning(
+            "optimizer.state_dict() has the parameter groups but no moments, which are in LoHan's "
+            "store, so training cannot be resumed from it; save a checkpoint of the Trainer "
+            "(save_strategy, or control.should_save in a callback), whose lohan-state has them"
+        )
 
     def _check_keys(self, number: int, group: Mapping[str, Any], kind: type[Optimizer]) -> None:
         label, fields = f"optimizer.param_groups[{number}]", group_fields(kind)

@@ -44,6 +44,9 @@ class UserSteps:
         # True once fp32 losses are enabled for the whole training, so that no step need enable them
         # again.
         self._in_fp32 = False
+        # Whether the Trainer's `_clip_grad_norm`, which a subclass may override, was called in this
+        # step.
+        self.norm_is_read = False
         self._precision = ExitStack()
         # the context that sums the gradients of a step's batches; None if none is open
         self._sums: AbstractContextManager[None] | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from difflib import get_close_matches
 from pathlib import Path
 
 from lohan.errors import ModelError
@@ -44,10 +45,16 @@ def fetch(name: str) -> Path | None:
         return _check_complete(Path(snapshot_download(name, etag_timeout=5, allow_patterns=FILES)))
     except Exception as error:  # No network, no such model, or no permission.
         reason = str(error).strip().split("\n")[0] or "no reason given"
+        parent = Path(name).parent
+        beside = (
+            [each.name for each in parent.iterdir() if each.is_dir()] if parent.is_dir() else []
+        )
+        close = get_close_matches(Path(name).name, beside, n=1)
+        similar = f"did you mean {parent / close[0]}? Otherwise, " if close else ""
         raise ModelError(
             f"--model {name}: no such folder here, and it cannot be downloaded from the Hugging "
-            f"Face hub ({type(error).__name__}: {reason}); check the name, the network and "
-            "`hf auth login`, or give a local folder"
+            f"Face hub ({type(error).__name__}: {reason}); {similar}check the name, the network "
+            "and `hf auth login`, or give a local folder"
         ) from None
     finally:
         constants.HF_HUB_OFFLINE = before

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from lohan.cli.compare import _value
 from lohan.cli.recipes import USUAL_BATCH, init
 from lohan.config import load_config
 from lohan.planner import presets
 from lohan.ui.view import _ratio
+from lohan.util.units import parse_bytes
 from tests.support.forked_commands import tiny_arguments, write_tiny_inputs
 from tests.support.training_runs import assert_refused
 
@@ -117,6 +119,7 @@ def test_compare_takes_several_options_and_shows_prices(lohan, shape) -> None:
     ]
     prices = [line.split()[-1] for line in lines[3:7]]
     assert prices[0] == prices[2] != prices[1] == prices[3]
+    assert [_value("host", parse_bytes(size)) for size in ("16GiB", "64GB")] == ["16 GiB", "64 GB"]
 
 
 @pytest.mark.parametrize(
@@ -126,6 +129,8 @@ def test_compare_takes_several_options_and_shows_prices(lohan, shape) -> None:
         (("train", "--learning-rate", "1e-5"), r"--learning-rate: no such option; .* --lr here"),
         (("train", "--max-seq-len=8"), r"--max-seq-len: no such option; .* --seq here"),
         (("train", "--output-dir", "x"), r"--output-dir: no such option; .* --out here"),
+        (("resume", "x", "--learning-rate", "1e-5"), r"--learning-rate: no such .* --lr here"),
+        (("resume", "x", "--max-seq-len=8"), r"--max-seq-len: .* --set train\.seq=VALUE here"),
     ],
 )
 def test_usual_mistakes_have_a_suggestion(words, message, lohan) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,24 @@ def test_plan_of_a_lora_run_has_less_state_on_ssd(lohan, inputs):
     assert "frozen weights" not in ssd[0]
     assert 0 < ssd[4]["frozen weights"] < ssd[0]["weights and state x2"] / 5
     assert ssd[4]["weights and state x2"] < ssd[0]["weights and state x2"] / 2
+
+
+@pytest.mark.parametrize("device", [(), ("--device", "emulated", "--device-memory", "10KiB")])
+@pytest.mark.parametrize("base", [(), ("--base", "nf4"), ("--base", "int8")])
+def test_advice_of_a_refusal_is_enough(base, device, lohan, inputs, tmp_path):
+    """One refusal for each budget: the sizes that they name are accepted, as they are."""
+    common = ["--batch", 4, "--seq", 16, "--steps", 2, "--lora", 4, "--out", tmp_path / "run"]
+    budgets, advised = {"--host": "20KiB", **dict([device[2:]] if device else [])}, []
+    for _ in range(len(budgets) + 1):
+        options = [word for pair in budgets.items() for word in pair]
+        ended = lohan("train", *inputs[:4], *common, *base, *device[:2], *options)
+        advice = re.search(r"raise (--[\w-]+) to ([\d.]+ \w+)", ended.err.replace("\n", " "))
+        if advice is None:
+            break
+        advised.append(advice[1])
+        budgets[advice[1]] = advice[2]
+    assert ended.code == 0, ended.err
+    assert sorted(advised) == sorted(budgets)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ It reads, freezes, hooks, replaces and clips parameters.
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,24 @@ def test_load_state_dict_writes_to_the_store(dtype, closed, tmp_path):
             assert session.step == 2
 
 
+class Clamps(Around):
+    """Clamps a weight after every step, in a context without gradients."""
+
+    def __init__(self, context: Any) -> None:
+        self.context = context
+
+    def after(self, model: nn.Module, step: int) -> None:
+        with self.context():
+            weight = model.get_parameter("blocks.1.linear.weight").detach()
+            model.load_state_dict({"blocks.1.linear.weight": weight.clamp(-0.1, 0.1)}, strict=False)
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_load_state_dict_where_gradients_are_disabled(context, tmp_path):
+    expected = in_memory(new_model(), Clamps(torch.no_grad))
+    assert_close(out_of_core(new_model(), Clamps(context), tmp_path), expected)
+
+
 def test_frozen_weights_are_loaded_only_if_they_are_the_same(tmp_path):
     model = new_model()
     model.entry.requires_grad_(False)
@@ -255,6 +274,37 @@ def test_changes_without_optimizer_state_are_refused(change, message, tmp_path):
         with pytest.raises(ModelError, match=message):
             change(model)
             loss_of(model, DATA[1]).backward()
+        assert session.step == 1
+
+
+def test_writing_to_a_copy_that_state_dict_returned_warns(tmp_path):
+    """In PyTorch, the copies share memory with the parameters."""
+    model = new_model()
+    with attached(model, tmp_path), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss_of(model, DATA[0]).backward()
+        copies = model.state_dict()
+        scaled = copies["exit.weight"] * 2
+        model.load_state_dict({"exit.weight": scaled}, strict=False)
+        loss_of(model, DATA[1]).backward()
+        copies["blocks.1.linear.weight"].mul_(0.5)
+        with pytest.raises(UserWarning, match=r"in place \(of blocks\.1\.linear\.weight\)"):
+            loss_of(model, DATA[2])
+        loss_of(model, DATA[2]).backward()
+
+
+def test_freezing_between_forward_and_backward_is_refused(tmp_path):
+    """PyTorch leaves the parameter without a gradient, which is honoured before the forward."""
+    model = new_model()
+    with attached(model, tmp_path) as session:
+        loss = loss_of(model, DATA[0])
+        model.blocks[1].requires_grad_(False)
+        with pytest.raises(
+            ModelError, match=r"blocks\.1\.linear\.weight was frozen between forward"
+        ):
+            loss.backward()
+        model.blocks[1].requires_grad_(True)
+        loss_of(model, DATA[0]).backward()
         assert session.step == 1
 
 

@@ -14,7 +14,7 @@ from transformers import TrainerCallback, TrainingArguments
 pytest.importorskip("accelerate", reason="Trainer needs the extra: pip install 'lohan[hf]'")
 
 import lohan.hf
-from lohan.errors import ModelError
+from lohan.errors import ConfigError, ModelError
 from tests.support.models import small_model
 
 
@@ -120,3 +120,59 @@ def test_stand_ins_answer_questions_about_shape_and_type(tmp_path):
     trainer.train()  # accelerate reads and loads the state of an optimizer that it wraps again
     with pytest.raises(ModelError, match=r"optimizer\.state"):
         trainer.optimizer.state.clear()
+
+
+def test_state_dict_without_moments_warns_once_and_has_the_groups(tmp_path, caplog):
+    saved: list[Any] = []
+
+    def save(optimizer: Any, _: Any) -> None:
+        assert not warned()  # accelerate has read the state itself
+        saved.extend(optimizer.state_dict() for _ in range(2))
+
+    def warned() -> list[str]:
+        return [row for row in caplog.messages if "state_dict() has the parameter groups" in row]
+
+    with caplog.at_level("WARNING"):
+        train(tmp_path, Event("on_step_end", save))
+    assert len(warned()) == 1
+    assert "checkpoint of the Trainer" in warned()[0]
+    assert saved[0]["state"] == {}
+    assert saved[0]["param_groups"][0]["weight_decay"] == 0.0
+
+
+def test_refuses_optimizer_that_has_moments(tmp_path):
+    """Moments of earlier steps, or of a state that the script has loaded, would be lost."""
+    model = small_model("llama")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model(**{key: value[None] for key, value in Rows()[0].items()}).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    args = TrainingArguments(str(tmp_path), max_steps=1, report_to=[], use_cpu=True)
+    trainer = lohan.hf.Trainer(model, args, train_dataset=Rows(), optimizers=(optimizer, None))
+    with pytest.raises(ConfigError, match=r"AdamW has moments of \d+ parameters"):
+        trainer.train()
+
+
+def move(optimizer: Any, _: Any) -> None:
+    first, second = (group["params"] for group in optimizer.param_groups)
+    second.append(first.pop())
+
+
+@pytest.mark.parametrize(
+    "act", [move, lambda o, _: o.param_groups[1]["params"].pop(), lambda o, _: swap(o.param_groups)]
+)
+def test_refuses_other_parameters_in_the_groups_during_training(act, tmp_path):
+    with pytest.raises(ConfigError, match=r"parameters of optimizer\.param_groups\[\d\] were"):
+        train(tmp_path, Event("on_step_end", act))
+
+
+def swap(groups: list[Any]) -> None:
+    groups[0]["params"], groups[1]["params"] = groups[1]["params"], groups[0]["params"]
+
+
+def test_refuses_a_new_optimizer_for_a_second_training(tmp_path):
+    """With torch, the second training would begin with new moments."""
+    trainer = train(tmp_path)
+    trainer.optimizer = trainer.lr_scheduler = None
+    with pytest.raises(ConfigError, match=r"optimizer of the Trainer was replaced.*make a new Tra"):
+        trainer.train()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaForCausalLM
 
 pytest.importorskip("accelerate", reason="Trainer needs the extra: pip install 'lohan[hf]'")
 
@@ -118,3 +120,40 @@ def test_values_that_bf16_represents_take_no_room_for_a_remainder(tmp_path):
         groups = [group for group in session.context.blocks.groups if group.frozen]
         regions = {region.key for region in session.store.layout.regions}
     assert groups and not regions & {exact_key(group) for group in groups}
+
+
+class OwnSave(LlamaForCausalLM):
+    """A model that writes a file of its own beside its weights."""
+
+    def save_pretrained(self, folder, **named):
+        super().save_pretrained(folder, **named)
+        (Path(folder) / "own.txt").write_text("mine")
+
+
+class OwnStateDict(LlamaForCausalLM):
+    def state_dict(self, *args, **named):
+        return {name: 2 * value for name, value in super().state_dict(*args, **named).items()}
+
+
+def doubled_by_hook(module: Any, state_dict: dict[str, Any], *_: Any) -> None:
+    for name in state_dict:
+        state_dict[name] = 2 * state_dict[name]
+
+
+@pytest.mark.parametrize("change", ["save_pretrained", "state_dict", "hook", "instance"])
+def test_code_of_a_model_that_takes_part_in_saving_is_honoured(change, tmp_path):
+    model, factor = small_model("llama"), 1 if change == "save_pretrained" else 2
+    if change == "hook":
+        model._register_state_dict_hook(doubled_by_hook)
+    elif change == "instance":
+        plain = model.state_dict
+        model.state_dict = lambda: {name: 2 * value for name, value in plain().items()}
+    else:
+        model.__class__ = OwnSave if change == "save_pretrained" else OwnStateDict
+    trainer = run_trainer(lohan.hf.Trainer, tmp_path / "run", model=model, max_steps=1)
+    trainer.save_model(str(tmp_path / "trainer"))
+    model.save_pretrained(tmp_path / "model")
+    for folder in (tmp_path / "trainer", tmp_path / "model"):
+        saved = saved_weights(folder)
+        assert all(torch.equal(saved[name], factor * p) for name, p in model.named_parameters())
+        assert (folder / "own.txt").exists() == (change == "save_pretrained")

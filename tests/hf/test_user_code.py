@@ -22,6 +22,7 @@ from tests.support.models import batches, small_model
 from tests.support.trainer_scripts import assert_same_log, logged_values, run_trainer, saved_weights
 
 HEAD, NORM = "lm_head.weight", "model.norm.weight"
+INNER = "model.layers.1.mlp.up_proj.weight"
 
 
 def with_own_step(kind: type) -> type:
@@ -164,6 +165,25 @@ def test_changes_that_come_too_late_are_refused(change, message, tmp_path):
         run_trainer(lohan.hf.Trainer, tmp_path, callbacks=[Changes(change)], max_steps=2)
 
 
+class Unclipped(lohan.hf.Trainer):
+    def _clip_grad_norm(self, model):
+        return None
+
+
+class LogsNorm(lohan.hf.Trainer):
+    def _clip_grad_norm(self, model):
+        self.last_norm = super()._clip_grad_norm(model)
+        return self.last_norm
+
+
+def test_clipping_of_a_subclass_is_refused_unless_it_is_that_of_the_trainer(tmp_path):
+    with pytest.raises(ConfigError, match=r"Unclipped\._clip_grad_norm does not call super"):
+        run_trainer(Unclipped, tmp_path / "a", max_steps=2, max_grad_norm=0.1)
+    assert run_trainer(Unclipped, tmp_path / "b", max_steps=2, max_grad_norm=0).session.step == 2
+    trainer = run_trainer(LogsNorm, tmp_path / "c", max_steps=2, max_grad_norm=0.1)
+    assert trainer.last_norm == logged_values(trainer, "grad_norm")[-1]
+
+
 class DoublesWhenSaving:
     """Saves a state_dict of its own, as subclasses do that leave weights out or rename them."""
 
@@ -178,6 +198,29 @@ def test_state_dict_that_a_subclass_saves_is_written(tmp_path):
     trainer.save_model(str(tmp_path / "saved"))
     saved = saved_weights(tmp_path / "saved")
     assert torch.equal(saved[HEAD], 2 * trainer.model.get_parameter(HEAD).detach())
+
+
+def test_freezing_for_a_second_training_is_honoured(tmp_path):
+    ended = []
+    for kind in (transformers.Trainer, lohan.hf.Trainer):
+        out = tmp_path / kind.__module__
+        trainer = run_trainer(kind, out, max_steps=2)
+        trainer.model.model.layers[1].requires_grad_(False)
+        before = trainer.model.get_parameter(INNER).detach().clone()
+        trainer.train()
+        trainer.save_model(str(out))
+        ended.append((trainer, saved_weights(out)))
+        assert torch.equal(ended[-1][1][INNER], before)
+    (expected, wanted), (actual, result) = ended
+    assert_same_log(actual, expected)
+    assert max((wanted[n] - result[n]).abs().max().item() for n in wanted) < 2e-5
+
+
+def test_another_model_for_a_second_training_is_refused(tmp_path):
+    trainer = run_trainer(lohan.hf.Trainer, tmp_path, max_steps=1)
+    trainer.model = trainer.model_wrapped = small_model("llama", seed=4)
+    with pytest.raises(ConfigError, match=r"trainer\.model was replaced by another Llama.*new Tra"):
+        trainer.train()
 
 
 def test_unfreezing_for_a_second_training_is_refused(tmp_path):

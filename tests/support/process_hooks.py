@@ -266,6 +266,9 @@ DIFFERENTIAL_CASES = [
     {"model": "experts", "dtype": "bf16", "activations": "holistic", "events": [[1, "replan"]]}
     | LEAST_ON_DEVICE,
     {"model": "lstm", "tiles": 3, "events": [[1, "replan"]]} | LEAST_ON_DEVICE,
+    {"model": "experts", "dtype": "bf16", "dropout": 0.2, "optimizer": "lion", "moments": "int8"}
+    | {"ema": 0.5, "accumulate": 2, "events": [[2, "replan"]]}
+    | {**LEAST_ON_DEVICE, "device_memory": 1.02},
     {"kind": "ranks", "model": "centred", "known_batch": True, "host": 1.0, "device": "emulated"},
 ]
 

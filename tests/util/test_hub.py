@@ -136,7 +136,9 @@ def test_downloads_a_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not fetched
 
 
-def test_names_the_reason_of_a_failed_download(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_the_reason_of_a_failed_download(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As a name that is not there does, or one whose terms must be accepted first."""
     with (
         hub(monkeypatch),
@@ -147,3 +149,7 @@ def test_names_the_reason_of_a_failed_download(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     with pytest.raises(ModelError, match="check the name, the network"):
         fetch("org/other")
+    (tmp_path / "org" / "model").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelError, match=r"did you mean org/model\? Otherwise, check the name"):
+        fetch("org/modle")
