@@ -17,7 +17,7 @@ from lohan.device.launch import as_ranks
 from lohan.errors import ConfigError
 from lohan.model.layout import ranks_of
 from lohan.util.display import echo
-from lohan.util.settings import byte_rate
+from lohan.util.settings import DEVICES, byte_rate
 from lohan.util.units import counted, parse_bytes
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def doctor(
         raise typer.Exit(EXIT_PROBLEM)
 
 
-_NOT_A_GPU = ("cpu", "emulated", "emulated-unified")
+_NOT_A_GPU = tuple(name for name in DEVICES if name not in ("auto", "accelerator"))
 
 
 def _self_test(

@@ -14,9 +14,8 @@ from lohan.device.base import CpuDevice, Device
 from lohan.device.emulated import UNIFIED_NAME, EmulatedDevice, UnifiedDevice
 from lohan.device.integrated import IntegratedDevice
 from lohan.errors import ConfigError
+from lohan.util.settings import BACKENDS, DEVICES
 
-NAMES = ("auto", "cpu", "accelerator", "emulated", UNIFIED_NAME)
-BACKENDS = ("cuda", "xpu", "mps", "npu")  # torch's names for accelerators
 _AN_ACCELERATOR = re.compile(rf"(accelerator|gpu|{'|'.join(BACKENDS)})(?::(\d+))?")
 
 
@@ -67,8 +66,8 @@ def canonical_name(name: str) -> str:
                 f"; use --device {available}"
             )
         return f"accelerator:{named[2]}" if named[2] is not None else "accelerator"
-    if name not in NAMES:
-        names = ", ".join((*NAMES, "cuda", "cuda:1"))
+    if name not in DEVICES:
+        names = ", ".join((*DEVICES, "cuda", "cuda:1"))
         raise ConfigError(f"device: got {name!r}, wants one of {names}")
     if name == "auto":
         return "accelerator" if has_accelerator() else "cpu"

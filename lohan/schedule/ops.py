@@ -75,9 +75,10 @@ class Operation(str):
 
     __slots__ = (
         *("at", "bus", "effects", "example", "lane", "moves"),
-        *("optional", "seconds", "subject", "text", "writes"),
+        *("optional", "seconds", "subject", "text", "label", "writes"),
     )
 
+    label: str  # a name of a few words, that of the row in `Op`
     text: str  # what the operation does, for the documentation
     example: str  # a token without waits
     lane: str
@@ -113,6 +114,7 @@ class Operation(str):
         writes: bool = False,
     ) -> Self:
         self = super().__new__(cls, letter)
+        self.label = ""
         self.text, self.lane, self.subject, self.effects = text, lane, subject, effects
         kinds = () if callable(at) else tuple(at)
         self.at = at if callable(at) else lambda spec, site: kinds
@@ -127,6 +129,9 @@ class Operation(str):
         else:
             self.seconds = seconds or (lambda profile, work, index, chunk: 0.0)
         return self
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.label = name.replace("_", " ").lower()
 
     def of(self, index: int = -1, chunk: int = -1) -> str:
         """Return the name of an action: the letter, the site or group, and the chunk."""

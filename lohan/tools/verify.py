@@ -30,9 +30,18 @@ from lohan.errors import BudgetError, ConfigError, ModelError
 from lohan.model.layout import FlatGroup
 from lohan.model.plan import Plan
 from lohan.tools.reference import Recipe, Trajectory, noise_run, reference_run
-from lohan.train.inputs import Inputs, check_settings, open_inputs, open_session, training_dtype
+from lohan.train.inputs import (
+    TASKS,
+    Inputs,
+    check_settings,
+    open_inputs,
+    open_session,
+    task_of_model,
+    training_dtype,
+)
 from lohan.train.logs import Meter
 from lohan.train.run_folder import RunFolder
+from lohan.train.task import Task
 from lohan.train.trainer import one_step
 from lohan.util.display import Display
 from lohan.util.files import read_object
@@ -583,9 +592,10 @@ def _check_comparable(config: Config) -> None:
             "--init: plain transformers draws other weights; verify a run of the model that was "
             "exported"
         )
-    if config.task in ("preference", "reward"):
+    task = config.task or task_of_model(config.model)
+    if type(TASKS[task]).loss is not Task.loss:
         raise ConfigError(
-            f"--task {config.task}: plain transformers has no such loss to compare with; verify "
+            f"--task {task}: plain transformers has no such loss to compare with; verify "
             "the model with --set task=language and texts as data"
         )
 

@@ -341,6 +341,8 @@ class Noised:
 
 
 class Diffusion(Task[Noised]):
+    LIBRARY, PIPELINE = "diffusers", "text-to-image"
+
     def check(self, config: Config) -> None:
         diffusers_folder_of(config)
         texts = {

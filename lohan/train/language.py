@@ -51,7 +51,7 @@ def remarks(examples: Dataset, config: Config) -> list[str]:
 
 
 class CausalLM(Task[Dataset]):
-    PERPLEXITY = True
+    PERPLEXITY, PIPELINE = True, "text-generation"
 
     def check(self, config: Config) -> None:
         """Accept all settings."""

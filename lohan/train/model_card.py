@@ -16,18 +16,12 @@ from pathlib import Path
 
 from lohan.checkpoint.replacing import MODEL_CARD
 from lohan.config import Config, fields_of
-from lohan.train.inputs import task_of_model
+from lohan.train.inputs import TASKS, task_of_model
 from lohan.train.run_folder import RunFolder, eval_rows, step_rows
 from lohan.util.files import load_json
 from lohan.util.settings import Source, toml_value
 
 PACKAGES = ("lohan", "torch", "transformers", "peft", "diffusers")
-LIBRARIES = {"language": "transformers", "diffusion": "diffusers"}
-PIPELINES = {
-    "language": "text-generation",
-    "preference": "text-generation",
-    "diffusion": "text-to-image",
-}
 # Settings that belong to the machine or to one run folder, and not to the result.
 LOCAL = ("model", "data", "out", "init", "tokenizer")
 LOCAL_SECTIONS = ("budget", "output", "sample")
@@ -133,10 +127,9 @@ def _front_matter(
 ) -> list[str]:
     """Return the lines of YAML. JSON strings are YAML strings, so names are quoted as JSON."""
     whole = content in ("weights", "merged model")
-    library = LIBRARIES.get(task, "transformers") if whole else "peft"
-    lines = [f"library_name: {library}"]
-    if task in PIPELINES:
-        lines.append(f"pipeline_tag: {PIPELINES[task]}")
+    lines = [f"library_name: {TASKS[task].LIBRARY if whole else 'peft'}"]
+    if pipeline := TASKS[task].PIPELINE:
+        lines.append(f"pipeline_tag: {pipeline}")
     if base is not None:
         if base.on_hub:
             kind = "finetune" if whole else "adapter"

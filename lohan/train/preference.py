@@ -52,6 +52,8 @@ WITH_REFERENCE = ("dpo", "ipo", "kto")
 class Preference(Task[Preferences]):
     """Preference tuning; rows are pairs of answers, or rated answers."""
 
+    PIPELINE = "text-generation"
+
     def check(self, config: Config) -> None:
         if config.train.pack:
             raise ConfigError("--pack: pairs of answers are not packed; leave it out")
@@ -382,6 +384,8 @@ def answer_logps(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 class Reward(Preference):
+    PIPELINE = ""
+
     def check(self, config: Config) -> None:
         super().check(config)
         if config.sample.prompts:

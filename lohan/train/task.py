@@ -123,6 +123,9 @@ class Task(ABC, Generic[Kind]):
     """A task, with defaults for models that compute their own loss from `input_ids`."""
 
     PERPLEXITY = False  # whether the perplexity of the loss is meaningful
+    # The library that loads an exported model, and what the model does; both in the terms of the
+    # hub, for the model card. An empty PIPELINE is left out.
+    LIBRARY, PIPELINE = "transformers", ""
 
     @abstractmethod
     def check(self, config: Config) -> None:

@@ -29,6 +29,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lohan import __version__
 from lohan.errors import ConfigError, LohanError
+from lohan.optim import OPTIMIZERS
 from lohan.train.run_folder import RunFolder
 from lohan.ui import form, plans
 from lohan.ui.places import Places, inventory
@@ -213,6 +214,7 @@ class Application:
                 "machines": plans.machines(),
                 "batches": plans.BATCHES,
                 "typed": {key: meaning for key, (_, meaning) in plans.TYPED.items()},
+                "optimizers": list(OPTIMIZERS),
                 "fields": form.fields(),
                 "files": inventory(self.places),
             }

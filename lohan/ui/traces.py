@@ -11,7 +11,7 @@ from typing import Any
 
 from lohan.errors import ConfigError
 from lohan.model.layout import RankInfo
-from lohan.schedule.ops import Op
+from lohan.schedule.ops import OPERATIONS, Op
 from lohan.train.run_folder import RunFolder
 from lohan.util.files import checked, load_json
 from lohan.util.trace import LANE_NAMES, LANES, trace_object, trace_output
@@ -129,7 +129,7 @@ def timeline(folder: RunFolder) -> dict[str, Any] | None:
     """Return the spans of two steps near the end, on all ranks, or None if there is no trace.
 
     Times are in milliseconds from the start of the two steps. Spans refer to lanes by their index
-    in `lanes`.
+    in `lanes`. `kinds` maps the letters of operations to their labels.
     """
     traces = read_traces(folder)
     if not traces:
@@ -159,8 +159,14 @@ def timeline(folder: RunFolder) -> dict[str, Any] | None:
             ]
             for s in shown
         ],
+        "kinds": {kind: OPERATIONS[kind].label for kind in map(_kind, shown) if kind in OPERATIONS},
         "length": round((high - low) / 1e3, 4),
     }
+
+
+def _kind(span: Traced) -> str:
+    """Return the first letter of a span's name, which is that of its operation."""
+    return span.name[:1]
 
 
 def _number(span: Traced) -> int:

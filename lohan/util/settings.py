@@ -92,14 +92,19 @@ def choice(options: tuple[str, ...]) -> Kind:
     return parse
 
 
-DEVICES = ("auto", "cpu", "cuda", "cuda:N", "accelerator", "emulated", "emulated-unified")
-_DEVICE = re.compile(r"auto|cpu|emulated(-unified)?|(accelerator|gpu|cuda|xpu|mps|npu)(:\d+)?")
+# The names of devices. An accelerator also has other names, among them those of torch's backends,
+# and may have a number: cuda:1.
+DEVICES = ("auto", "cpu", "accelerator", "emulated", "emulated-unified")
+BACKENDS = ("cuda", "xpu", "mps", "npu")
+_ACCELERATORS = "|".join(("accelerator", "gpu", *BACKENDS))
+_DEVICE = re.compile(rf"{'|'.join(DEVICES)}|({_ACCELERATORS})(:\d+)?")
+_SHOWN_DEVICES = (*DEVICES, "cuda", "cuda:N")
 
 
-@kind("|".join(DEVICES), str, type="string", pattern=f"^({_DEVICE.pattern})$")
+@kind("|".join(_SHOWN_DEVICES), str, type="string", pattern=f"^({_DEVICE.pattern})$")
 def device_name(value: Any, name: str, base: Path) -> str:
     if not isinstance(value, str) or _DEVICE.fullmatch(value) is None:
-        raise wrong(name, value, "one of " + ", ".join(DEVICES))
+        raise wrong(name, value, "one of " + ", ".join(_SHOWN_DEVICES))
     return value
 
 

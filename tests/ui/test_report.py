@@ -132,6 +132,8 @@ def test_timeline_is_two_steps_of_the_trace(finished):
     assert len([name for name in names if name.startswith("F")]) >= 2 * 4  # embedding, 2, head
     assert all(start + length > 0 for *_, start, length in shown["spans"])
     assert all(start <= shown["length"] for *_, start, _ in shown["spans"])
+    assert shown["kinds"]["F"] == "forward" and shown["kinds"]["R"] == "read weights"
+    assert set(shown["kinds"]) == {name[0] for name in names}
 
 
 def test_report_without_a_trace_explains_how_to_record_one(report, run):

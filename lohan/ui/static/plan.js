@@ -53,7 +53,7 @@ export async function planPage(place, query, page) {
       text("drive_bytes", "Size of a drive", "the machine's"),
       Object.entries(facts.typed).map(([key, hint]) => text(key, key.replace("_", " "), "", hint)),
       choice("dtype", "Type", [["", "of the machine"], ["bf16", "bf16"], ["fp16", "fp16"], ["fp32", "fp32"]]),
-      choice("optimizer", "Optimizer", [["", "adamw"], ["sgd", "sgd"], ["lion", "lion"]]),
+      choice("optimizer", "Optimizer", facts.optimizers.map((name, i) => [i ? name : "", name])),
       choice("moments", "Moments", [["", "fp32"], ["bf16", "bf16"], ["int8", "int8"]]),
       choice("base", "Frozen weights", [["", "as they are"], ["int8", "int8"], ["nf4", "nf4"]]),
       choice("minimise", "Minimise", [["", "time"], ["writes", "writes"], ["cost", "cost"]]))));

@@ -6,14 +6,13 @@ import { hideTip, ink, legend, onRedraw, showTip, ticks } from "./charts.js";
 const milliseconds = (ms) => ms === 0 ? "0" : ms >= 1000 ? (ms / 1000).toPrecision(4) + " s"
   : ms >= 1 ? ms.toPrecision(4) + " ms" : (ms * 1000).toPrecision(3) + " \u00b5s";
 
-const KINDS = {
-  F: ["forward", 0], B: ["backward", 3], E: ["end of backward", 7], R: ["read weights", 2],
-  S: ["read optimizer state", 5], W: ["write state and weights", 1], U: ["update", 4],
-  H: ["hold gradients", 6], P: ["put gradients away", 6], G: ["get gradients back", 6],
-  O: ["activations out", 9], I: ["activations in", 8], C: ["commit", 7],
-  L: ["load weights", 2], V: ["restore activations", 8], K: ["keep activations", 9],
-  D: ["gradients to memory", 6], A: ["gather weights", 2], X: ["sum gradients", 6],
+/* The colours of operations; the others are grey. */
+const COLORS = {
+  F: 0, B: 3, U: 4, W: 1, Y: 1, R: 2, T: 2, L: 2, A: 2, S: 5, Q: 5,
+  H: 6, P: 6, G: 6, N: 6, D: 6, X: 6, O: 9, K: 9, I: 8, V: 8,
 };
+const GREY = 7;
+const color = (kind) => ink(`--c${COLORS[kind] ?? GREY}`);
 
 /* Draw the spans of two steps and return a function that draws them again. */
 function spansOn(canvas, shown, buttons) {
@@ -61,7 +60,7 @@ function spansOn(canvas, shown, buttons) {
     for (const span of spans) {
       if (span.start + span.length < low || span.start > high) continue;
       const x = px(span.start), w = Math.max(0.7, px(span.start + span.length) - x - 0.5);
-      pen.fillStyle = ink(`--c${(KINDS[span.name[0]] || ["", 7])[1]}`);
+      pen.fillStyle = color(span.name[0]);
       pen.fillRect(x, span.y + 1, w, ROW - 2);
       if (w > 10 + 7 * span.name.length) {
         pen.fillStyle = ink("--card");
@@ -111,7 +110,7 @@ function spansOn(canvas, shown, buttons) {
     const hit = spans.find((s) => event.offsetY >= s.y && event.offsetY < s.y + ROW
       && ms >= s.start - slack && ms <= s.start + s.length + slack);
     if (!hit || event.offsetX < LEFT) return hideTip();
-    showTip(event, `${hit.name}: ${(KINDS[hit.name[0]] || [hit.name])[0]}\n`
+    showTip(event, `${hit.name}: ${shown.kinds[hit.name[0]] || hit.name}\n`
       + `${milliseconds(hit.length)}, from ${milliseconds(hit.start)}`);
   };
   canvas.onpointerleave = hideTip;
@@ -124,10 +123,10 @@ function spansOn(canvas, shown, buttons) {
   };
   for (const button of buttons)
     button.onclick = () => zoom(+button.dataset.zoom);
-  const kinds = [...new Set(spans.map((s) => s.name[0]))].filter((k) => KINDS[k] && k !== "E");
+  const kinds = [...new Set(spans.map((s) => s.name[0]))].filter((k) => shown.kinds[k] && k !== "E");
   return {
     paint,
-    kinds: () => kinds.map((k) => [`${k}  ${KINDS[k][0]}`, ink(`--c${KINDS[k][1]}`)]),
+    kinds: () => kinds.map((k) => [`${k}  ${shown.kinds[k]}`, color(k)]),
   };
 }
 
