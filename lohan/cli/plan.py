@@ -33,7 +33,7 @@ from lohan.planner.forecast import BUS, Forecast
 from lohan.planner.machine_plan import MachinePlan, PlanRequest
 from lohan.planner.wear import wear_lines, wear_of
 from lohan.schedule.actions import Action, Schedule, to_text
-from lohan.schedule.placement import Gate, Update, UpdateOptions, gate_of, rule_of
+from lohan.schedule.placement import Update, UpdateOptions, needs_all_gradients, rule_of
 from lohan.tools.plan_request import check_prices, machine_of, request_of
 from lohan.util.display import echo
 from lohan.util.trace import LANE_NAMES, LANES
@@ -142,7 +142,7 @@ def _choices(planned: MachinePlan) -> dict[str, str]:
     """Return the decisions of the planner, each with its name as the key."""
     plan, rows = planned.plan, planned.workload.batch
     trained = len(planned.blocks.trained)
-    held = trained if gate_of(plan) is Gate.NORM else len(plan.deferred)
+    held = trained if needs_all_gradients(plan) else len(plan.deferred)
     moving = [group for group in planned.blocks.groups if not group.resident]
     width = STATE_FORMATS[plan.dtype].weight_bytes
     cached = width * sum(g.numel for g in moving if g.key in plan.host_cached_weights)

@@ -47,7 +47,7 @@ from lohan.model.state import (
 from lohan.planner.memory import WAITING
 from lohan.schedule.actions import DEVICE_BUFFERS, Action, ScheduleSpec
 from lohan.schedule.ops import Op
-from lohan.schedule.placement import Gate, gate_of
+from lohan.schedule.placement import needs_all_gradients
 from lohan.store.admin import remove_unfinished
 from lohan.store.files import activation_dirs
 from lohan.store.store import Status, Store
@@ -79,7 +79,7 @@ class DeviceOperations:
         device = context.device
         self._groups, self._host_slots, self._pending = groups, host_slots, pending
         self._collectives, self._device = collectives, device
-        self._needs_norm = gate_of(plan) is Gate.NORM
+        self._needs_norm = needs_all_gradients(plan)
         self.slots = _device_slots(context, plan, spec)
         self.activation_offload = DeviceActivationOffload(
             device, sites=spec.offloaded, device_buffers=DEVICE_BUFFERS, spill=activation_spill

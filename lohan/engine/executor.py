@@ -43,7 +43,7 @@ from lohan.model.layout import RESIDENT
 from lohan.model.plan import Plan
 from lohan.model.state import STATE_FORMATS
 from lohan.param_groups import HyperParameters
-from lohan.schedule.placement import Gate, UpdateOptions
+from lohan.schedule.placement import UpdateOptions
 from lohan.schedule.steps import spec_of
 from lohan.store.store import Status, Store
 from lohan.util.trace import Trace
@@ -334,8 +334,8 @@ class Executor:
             self.collector.finish_rest(resident)
             self.scheduler.backward_done()
             step = self.steps.current
-            gated = self.clipping.gate is Gate.NORM
-            unsummed = self.scheduler.wait_for_squares() if gated else ()
+            needs_norm = self.clipping.needs_all_gradients
+            unsummed = self.scheduler.wait_for_squares() if needs_norm else ()
             decision = self.clipping.resolve_step(self.record.unscale_divisor, unsummed=unsummed)
             if decision is Decision.RERUN:
                 assert self.clipping.norm is not None

@@ -52,7 +52,7 @@ from lohan.errors import ModelError, RankError
 from lohan.model.layout import Blocks, FlatGroup, RankInfo, Site
 from lohan.model.plan import Plan
 from lohan.model.state import FLOAT
-from lohan.schedule.placement import Gate, gate_of
+from lohan.schedule.placement import needs_all_gradients
 from lohan.util.units import align_up
 
 if TYPE_CHECKING:
@@ -378,7 +378,7 @@ class GradientCollector:
         steps: Steps,
     ) -> None:
         self.steps = steps
-        self._needs_norm = gate_of(plan) is Gate.NORM
+        self._needs_norm = needs_all_gradients(plan)
         # True if the device cannot hold the gradients of two consecutive blocks at the same time.
         self._waits_aside = plan.head_alone or plan.device_grads == 1
         # Sums of several 16-bit gradients are accumulated in fp32.

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from lohan.engine.buffers import StepScalars
 from lohan.engine.gradients import sum_of_squares
-from lohan.schedule.placement import Gate, StepPlacement, UpdateOptions
+from lohan.schedule.placement import StepPlacement, UpdateOptions
 
 if TYPE_CHECKING:
     from lohan.device.ranks import ProcessGroup
@@ -233,8 +233,8 @@ class Clipping:
         self.counts: dict[str, int] = {}
 
     @property
-    def gate(self) -> Gate:
-        return self._updates.gate
+    def needs_all_gradients(self) -> bool:
+        return self._updates.needs_all_gradients
 
     @property
     def must_rerun(self) -> bool:
@@ -275,7 +275,7 @@ class Clipping:
         return step.decision
 
     def _decide(self, step: Step, divisor: float, unsummed: Sequence[int]) -> Decision:
-        if self._updates.gate is Gate.NONE:
+        if not self._updates.needs_all_gradients:
             return Decision.ACCEPT
         norm, first_run, speculated = self._norm(divisor, unsummed), step.first_run, step.speculates
         if first_run is not None and speculated:

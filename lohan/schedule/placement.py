@@ -17,13 +17,6 @@ from lohan.model.plan import Plan
 from lohan.schedule.actions import ScheduleSpec
 
 
-class Gate(StrEnum):
-    """The condition for the end of a step."""
-
-    NONE = "none"
-    NORM = "norm"  # the norm of all gradients, for clipping or loss scaling
-
-
 class Update(StrEnum):
     """The phase in which a group is updated."""
 
@@ -82,7 +75,7 @@ class UpdateOptions:
 
     mode: str = "optimized"  # serial | naive | optimized | balanced
     overlap: bool = True
-    gate: Gate = Gate.NONE
+    needs_all_gradients: bool = False  # whether a step cannot end before its norm is known
     late: frozenset[int] = frozenset()  # groups that `balanced` updates in the next forward
     logs: bool = False  # whether gradients are appended to a log
     can_speculate: bool = False  # whether updates may run before the norm is known
@@ -95,14 +88,13 @@ class UpdateOptions:
         A clipped step can be corrected if its gradients are in memory, or if the loop can run it
         again. The committed generation must be that of the step before, so every step commits.
         """
-        gate = gate_of(plan)
-        waits = gate is Gate.NORM and plan.overlap and plan.update_mode != "serial"
+        waits = needs_all_gradients(plan) and plan.overlap and plan.update_mode != "serial"
         correctable = plan.can_rerun or not plan.spilled_gradients
         groups = () if blocks is None else enumerate(blocks.groups)
         return cls(
             mode=plan.update_mode,
             overlap=plan.overlap,
-            gate=gate,
+            needs_all_gradients=needs_all_gradients(plan),
             logs=plan.log_gradients > 0,
             late=frozenset(number for number, group in groups if group.key in plan.deferred),
             can_speculate=waits and correctable and plan.commit.every_step,
@@ -115,13 +107,13 @@ def needs_norm(plan: Plan) -> bool:
     return plan.clip > 0 or plan.dtype == "fp16" or plan.update_mode == "serial"
 
 
-def gate_of(plan: Plan) -> Gate:
-    """Return what the steps of a plan need before they can end.
+def needs_all_gradients(plan: Plan) -> bool:
+    """Return whether the steps of a plan need the norm of all gradients before they can end.
 
     In mode `serial`, all gradients exist before the first update, and with a log, before the next
     forward. In both cases the norm is computed even if no update needs it.
     """
-    return Gate.NORM if needs_norm(plan) or plan.log_gradients else Gate.NONE
+    return needs_norm(plan) or plan.log_gradients > 0
 
 
 # -- The rules -------------------------------------------------------------------------------------
@@ -160,7 +152,7 @@ RULES = (
         '`update_mode = "serial"`, or `--no-overlap` with clipping or fp16',
         "after backward",
         "after the updates",
-        lambda o, speculates: o.mode == "serial" or (not o.overlap and o.gate is Gate.NORM),
+        lambda o, speculates: o.mode == "serial" or (not o.overlap and o.needs_all_gradients),
         Update.AFTER_BACKWARD,
         Update.AFTER_BACKWARD,
     ),
@@ -175,19 +167,19 @@ RULES = (
         "no clipping, not fp16; `naive`",
         "in backward, one chunk after the other",
         "at the end of backward",
-        lambda o, speculates: o.gate is Gate.NONE and o.mode == "naive",
+        lambda o, speculates: not o.needs_all_gradients and o.mode == "naive",
     ),
     Rule(
         "no clipping, not fp16; `optimized`",
         "in backward, with several chunks in flight",
         "at the end of backward",
-        lambda o, speculates: o.gate is Gate.NONE and o.mode == "optimized",
+        lambda o, speculates: not o.needs_all_gradients and o.mode == "optimized",
     ),
     Rule(
         "no clipping, not fp16; `balanced`",
         "in backward; for the last blocks, in the next forward before the block is used",
         "at the end of backward, or after the deferred updates",
-        lambda o, speculates: o.gate is Gate.NONE,
+        lambda o, speculates: not o.needs_all_gradients,
     ),
     Rule(
         "clipping or fp16; every step is committed, the previous step was not clipped, few of the "
@@ -240,7 +232,6 @@ class StepPlacement:
     """The placements of all groups in one step, by number. Frozen groups have None."""
 
     groups: tuple[Placement | None, ...]
-    gate: Gate
     mode: str
     speculates: bool  # updates in backward do not wait for the norm; the end of the step does
     commits: bool
@@ -316,7 +307,6 @@ def place(
 
     return StepPlacement(
         groups=tuple(map(placed, range(len(spec.chunks)))),
-        gate=options.gate,
         mode=options.mode,
         speculates=speculates,
         commits=commits,

@@ -12,7 +12,6 @@ from lohan.errors import LohanError
 from lohan.schedule.actions import ScheduleSpec
 from lohan.schedule.placement import (
     RULES,
-    Gate,
     Persist,
     Update,
     UpdateOptions,
@@ -41,7 +40,7 @@ def names(order: ExecutionOrder, spec: ScheduleSpec = SPEC) -> dict[str, list[st
 
 
 def test_updates_follow_the_order():
-    waits = UpdateOptions(gate=Gate.NORM)
+    waits = UpdateOptions(needs_all_gradients=True)
     now, held = names(ORDER), replace(ORDER, updates=waits)
     assert list(now) == ["forward", "backward"] and now["backward"][-1] == "C"
     assert not any(name[0] == "U" for name in now["forward"])
@@ -88,12 +87,12 @@ def test_the_documentation_shows_the_rules():
     ("options", "speculates", "update"),
     [
         (UpdateOptions(mode="serial"), False, Update.AFTER_BACKWARD),
-        (UpdateOptions(gate=Gate.NORM, overlap=False), False, Update.AFTER_BACKWARD),
+        (UpdateOptions(needs_all_gradients=True, overlap=False), False, Update.AFTER_BACKWARD),
         (UpdateOptions(overlap=False), False, Update.BACKWARD),
         (UpdateOptions(mode="naive"), False, Update.BACKWARD),
-        (UpdateOptions(gate=Gate.NORM), True, Update.BACKWARD),
-        (UpdateOptions(gate=Gate.NORM), False, Update.NEXT_FORWARD),
-        (UpdateOptions(gate=Gate.NORM, mode="balanced"), False, Update.NEXT_FORWARD),
+        (UpdateOptions(needs_all_gradients=True), True, Update.BACKWARD),
+        (UpdateOptions(needs_all_gradients=True), False, Update.NEXT_FORWARD),
+        (UpdateOptions(needs_all_gradients=True, mode="balanced"), False, Update.NEXT_FORWARD),
     ],
 )
 def test_update_options_decide_where_updates_are_placed(options, speculates, update):
@@ -107,8 +106,8 @@ def test_cached_chunks_are_persisted_when_the_drives_are_idle():
     spec = replace(SPEC, host_cached_state=((3, 0), (1, 2)))
     for options, commits, wanted in (
         (UpdateOptions(), True, Persist.NOW),
-        (UpdateOptions(gate=Gate.NORM), True, Persist.BEHIND),
-        (UpdateOptions(gate=Gate.NORM), False, Persist.AT_COMMIT),
+        (UpdateOptions(needs_all_gradients=True), True, Persist.BEHIND),
+        (UpdateOptions(needs_all_gradients=True), False, Persist.AT_COMMIT),
     ):
         result = place(spec, options, commits=commits)
         assert result.of(3).persist_of(0) is wanted

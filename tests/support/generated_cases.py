@@ -16,7 +16,7 @@ from lohan.model.shapes import Activation, BlockShape, ModelShape
 from lohan.schedule.actions import Action, BufferState, Schedule, ScheduleSpec, empty_buffers
 from lohan.schedule.check import validate
 from lohan.schedule.phases import backward, forward, last_uses, one_backward, updates, write_behind
-from lohan.schedule.placement import Gate, StepPlacement, UpdateOptions, place
+from lohan.schedule.placement import StepPlacement, UpdateOptions, place
 
 # -- grids of settings -----------------------------------------------------------------------------
 
@@ -86,8 +86,7 @@ def placed_step(
     commits: bool = True,
 ) -> StepPlacement:
     """Return the placements of a step in which the `late` groups are updated in forward."""
-    gate = Gate.NORM if speculates else Gate.NONE
-    options = UpdateOptions(mode=mode, late=frozenset(late), gate=gate)
+    options = UpdateOptions(mode=mode, late=frozenset(late), needs_all_gradients=speculates)
     return place(spec, options, speculates=speculates, commits=commits)
 
 
