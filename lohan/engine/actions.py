@@ -187,12 +187,12 @@ class OptimizerOperations:
         if action.kind == Op.SUM_SQUARES:
             self._sum_squares(action.index)
         elif self.logged is not None:
-            self.steps.unfinished = True
+            self.steps.partly_updated = True
             buffer, slot, staged = action.at
             updates = self.logged.updates(action.index, staged)
             self.replay(action.index, action.chunk, buffer, slot, updates)
         else:
-            self.steps.unfinished = True
+            self.steps.partly_updated = True
             self._update(action, scalars)
 
     def _sum_squares(self, number: int) -> None:
@@ -604,7 +604,7 @@ class ActionRunner:
         The host cache is read again from the committed generation. Gradients that were kept can be
         used again. The caller makes sure that the lanes are idle; this is not checked.
         """
-        self.steps.current.keeps_gradients = self.steps.unfinished = False
+        self.steps.current.keeps_gradients = self.steps.partly_updated = False
         self.load_host_cached(trained=True)
 
     def forget(self) -> None:
