@@ -71,7 +71,7 @@ PARTS: Parts = {
     ],
     "schedule": [
         (ActionScheduler, name)
-        for name in ("begin_forward", "begin_backward", "end", "end_backward")
+        for name in ("begin_forward", "begin_backward", "end", "end_site_backward")
     ],
     "weights": [
         (BlockRunner, "_views"),

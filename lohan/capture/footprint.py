@@ -370,7 +370,7 @@ class _InventoryProbe(_Probe):
         self.calls[site.name] += 1
         if not any(module.children()) or not any(t.is_floating_point() for t in call.tensors):
             return
-        if call.batch <= (self._micro_batch or 0) or not call.cut.whole:
+        if call.batch <= (self._micro_batch or 0) or not call.cut.obstacle:
             self.footprint.rows = max(self.footprint.rows, call.batch)
         wanted = call.wants_grad
         # A site without backward is traced as if it had one, because its FLOPs are the same.

@@ -330,7 +330,7 @@ class SavedCall:
         self.rng: list[torch.Tensor] = []
         self.saved_ops: list[Any] = []  # saved results of each slice, or None
         self.evicted = False
-        self.cut = Cut(whole="it was not asked for")
+        self.cut = Cut(obstacle="it was not asked for")
         self.checked = False  # whether the cut was compared with a plain call
         # what forward has changed (buffers, attributes, random generators), with the old values
         self.changed: OldValues = []
@@ -374,7 +374,7 @@ class SavedCall:
         self.evicted = False
 
     def slices(self, micro_batch: int | None) -> list[slice]:
-        step = self.batch if self.cut.whole else micro_batch or self.batch
+        step = self.batch if self.cut.obstacle else micro_batch or self.batch
         return [slice(a, min(a + step, self.batch)) for a in range(0, self.batch, step)]
 
     def restore(

@@ -49,7 +49,7 @@ class Cut:
 
     inputs: tuple[bool, ...] = ()
     outputs: tuple[int, ...] = ()
-    whole: str = ""  # the reason why the call cannot be divided; empty if it can
+    obstacle: str = ""  # the reason why the call cannot be divided; empty if it can
     # True if the block raised an error in every trial; the error may have another cause.
     failed: bool = False
 
@@ -78,9 +78,9 @@ class Cuts:
         key = (id(module), module.training, *pattern(call))
         if key not in self._cuts:
             cut = find_cut(module, call, run, values=True)
-            if cut.whole and self.needs.get(call.name, 0) > self.room:
+            if cut.obstacle and self.needs.get(call.name, 0) > self.room:
                 raise BudgetError(
-                    f"block {call.name} cannot run in micro-batches: {cut.whole}; all "
+                    f"block {call.name} cannot run in micro-batches: {cut.obstacle}; all "
                     f"{call.batch} samples need {format_bytes(self.needs[call.name])}, the plan "
                     f"has {format_bytes(self.room)} for them: raise the memory or lower the batch"
                 )
@@ -100,10 +100,10 @@ class Cuts:
             return
         key, name, batch, cut = self._unconfirmed
         self._cuts[key], self._unconfirmed = cut, None
-        if cut.whole and cut.whole not in self._warned:
-            self._warned.add(cut.whole)
+        if cut.obstacle and cut.obstacle not in self._warned:
+            self._warned.add(cut.obstacle)
             warnings.warn(
-                f"micro-batches are off for block {name} and others like it: {cut.whole}; "
+                f"micro-batches are off for block {name} and others like it: {cut.obstacle}; "
                 f"it runs all {batch} samples at once, and needs memory for them",
                 RuntimeWarning,
                 stacklevel=2,
@@ -122,7 +122,7 @@ def find_cut(module: nn.Module, call: SavedCall, run: Run, *, values: bool) -> C
     Without `values` (on fake tensors), only the shapes are compared.
     """
     if any(isinstance(child, _BatchNorm) and child.training for child in module.modules()):
-        return Cut(whole=f"{type(module).__name__} has BatchNorm, which mixes samples")
+        return Cut(obstacle=f"{type(module).__name__} has BatchNorm, which mixes samples")
     reason, failed = "its inputs have no samples in their first dimension", False
     for number, inputs in enumerate(_hypotheses(call)):
 
@@ -139,7 +139,7 @@ def find_cut(module: nn.Module, call: SavedCall, run: Run, *, values: bool) -> C
             failed = True
         except NotSliceable as obstacle:
             reason = f"{type(module).__name__} {obstacle}"
-    return Cut(whole=reason, failed=failed)
+    return Cut(obstacle=reason, failed=failed)
 
 
 class NotSliceable(Exception):

@@ -33,7 +33,7 @@ from lohan.planner.forecast import BUS, Forecast
 from lohan.planner.machine_plan import MachinePlan, PlanRequest
 from lohan.planner.wear import wear_lines, wear_of
 from lohan.schedule.actions import Action, Schedule, to_text
-from lohan.schedule.placement import Gate, Update, UpdateOptions, gate_of, rule_of
+from lohan.schedule.placement import Phase, UpdateOptions, needs_all_gradients, rule_of
 from lohan.tools.plan_request import check_prices, machine_of, request_of
 from lohan.util.display import echo
 from lohan.util.trace import LANE_NAMES, LANES
@@ -142,7 +142,7 @@ def _choices(planned: MachinePlan) -> dict[str, str]:
     """Return the decisions of the planner, each with its name as the key."""
     plan, rows = planned.plan, planned.workload.batch
     trained = len(planned.blocks.trained)
-    held = trained if gate_of(plan) is Gate.NORM else len(plan.deferred)
+    held = trained if needs_all_gradients(plan) else len(plan.deferred)
     moving = [group for group in planned.blocks.groups if not group.resident]
     width = STATE_FORMATS[plan.dtype].weight_bytes
     cached = width * sum(g.numel for g in moving if g.key in plan.host_cached_weights)
@@ -175,7 +175,7 @@ def _choices(planned: MachinePlan) -> dict[str, str]:
 def _waits(plan: Plan) -> bool:
     """Return whether all updates of every step run in the next forward."""
     updates = UpdateOptions.of(plan)
-    return not updates.can_speculate and rule_of(updates).update is Update.NEXT_FORWARD
+    return not updates.can_speculate and rule_of(updates).update is Phase.NEXT_FORWARD
 
 
 def _tiles(plan: Plan) -> dict[str, str]:
@@ -226,7 +226,7 @@ def _activations(plan: Plan) -> str:
 def _updates(plan: Plan, groups: int) -> str:
     updates = UpdateOptions.of(plan)
     update = rule_of(updates).update
-    if update is Update.AFTER_BACKWARD:
+    if update is Phase.AFTER_BACKWARD:
         return f"{plan.update_mode}: all {groups} groups after backward"
     if updates.can_speculate and plan.clip:
         repetition = "run again" if plan.spilled_gradients else "updated again"
@@ -240,7 +240,7 @@ def _updates(plan: Plan, groups: int) -> str:
         return f"{plan.update_mode}: in backward; a step that overflows is rolled back"
     if plan.log_gradients:
         return f"{plan.update_mode}: all {groups} groups in the next forward, from the log"
-    if update is Update.NEXT_FORWARD:
+    if update is Phase.NEXT_FORWARD:
         why = f"clipping at norm {plan.clip:g}" if plan.clip else "loss scaling"
         return f"{plan.update_mode}: all {groups} groups in the next forward ({why})"
     return f"{plan.update_mode}: {len(plan.deferred)} of {groups} groups in the next forward"

@@ -32,9 +32,9 @@ Forward
 
 Backward
  7. executor.py [caller]: the backward of every block calls `enter_backward`. The first call
-    registers `on_backward_done` as autograd's callback. step.py decides whether updates wait for
-    the norm, and schedule/placement.py when each group is updated. If the order is known, the whole
-    backward is enqueued.
+    registers `on_backward_done` as autograd's callback. schedule/placement.py decides whether
+    updates wait for the norm, and when each group is updated. If the order is that of the previous
+    step, the whole backward is enqueued.
  8. [ssd R, I; h2d L, V; net A]: evicted weights and activations are loaded again.
  9. wrapping.py, capture/recompute.py [caller B]: `BlockRunner.backward` recomputes what was not
     saved and runs autograd.

@@ -47,7 +47,7 @@ from lohan.model.state import (
 from lohan.planner.memory import WAITING
 from lohan.schedule.actions import DEVICE_BUFFERS, Action, ScheduleSpec
 from lohan.schedule.ops import Op
-from lohan.schedule.placement import Gate, gate_of
+from lohan.schedule.placement import needs_all_gradients
 from lohan.store.admin import remove_unfinished
 from lohan.store.files import activation_dirs
 from lohan.store.store import Status, Store
@@ -79,7 +79,7 @@ class DeviceOperations:
         device = context.device
         self._groups, self._host_slots, self._pending = groups, host_slots, pending
         self._collectives, self._device = collectives, device
-        self._needs_norm = gate_of(plan) is Gate.NORM
+        self._needs_norm = needs_all_gradients(plan)
         self.slots = _device_slots(context, plan, spec)
         self.activation_offload = DeviceActivationOffload(
             device, sites=spec.offloaded, device_buffers=DEVICE_BUFFERS, spill=activation_spill
@@ -187,12 +187,12 @@ class OptimizerOperations:
         if action.kind == Op.SUM_SQUARES:
             self._sum_squares(action.index)
         elif self.logged is not None:
-            self.steps.unfinished = True
+            self.steps.partly_updated = True
             buffer, slot, staged = action.at
             updates = self.logged.updates(action.index, staged)
             self.replay(action.index, action.chunk, buffer, slot, updates)
         else:
-            self.steps.unfinished = True
+            self.steps.partly_updated = True
             self._update(action, scalars)
 
     def _sum_squares(self, number: int) -> None:
@@ -604,7 +604,7 @@ class ActionRunner:
         The host cache is read again from the committed generation. Gradients that were kept can be
         used again. The caller makes sure that the lanes are idle; this is not checked.
         """
-        self.steps.current.keeps_gradients = self.steps.unfinished = False
+        self.steps.current.keeps_gradients = self.steps.partly_updated = False
         self.load_host_cached(trained=True)
 
     def forget(self) -> None:

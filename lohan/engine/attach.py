@@ -294,18 +294,18 @@ def attach(
             plan_is_given=given_plan is not None,
         )
         if store_policy.resume:
-            store, followed, context = _reopened(
+            store, followed, context = _plan_opened_store(
                 model, context, given_plan, optimizer, budget, store_policy, undo
             )
         else:
             assert source is not None
-            store, followed, context = _created(
+            store, followed, context = _plan_new_store(
                 source, wider, context, given_plan, budget, store_policy, undo
             )
             del source  # This also frees weights in memory.
-        run = partial(make_executor, model, context, store, groups, Trace(keep=trace))
+        executor_for = partial(make_executor, model, context, store, groups, Trace(keep=trace))
         to_meta(model)
-        session = Session(model, context, run, followed)
+        session = Session(model, context, executor_for, followed)
         undo.pop_all()
     return session
 
@@ -380,7 +380,7 @@ def _options(
     return with_log(options, budget.log_gradients, commit_every=budget.commit_every)
 
 
-def _created(
+def _plan_new_store(
     source: ReadFlat,
     wider: Collection[str],
     context: PlanContext,
@@ -389,7 +389,7 @@ def _created(
     store_policy: StorePolicy,
     undo: ExitStack,
 ) -> tuple[Store, Plan, PlanContext]:
-    """Return a new store with the weights of `source`, and the plan that all ranks follow.
+    """Make the plan that all ranks follow, and create a store with the weights of `source`.
 
     For frozen parameters that were given in a `wider` type, the store also keeps what rounding
     removes.
@@ -415,7 +415,7 @@ def _created(
     return undo.enter_context(created), plan, context
 
 
-def _reopened(
+def _plan_opened_store(
     model: nn.Module,
     context: PlanContext,
     given_plan: Plan | None,
@@ -424,7 +424,7 @@ def _reopened(
     store_policy: StorePolicy,
     undo: ExitStack,
 ) -> tuple[Store, Plan, PlanContext]:
-    """Return the store of an earlier run, and a plan that fits it.
+    """Open the store of an earlier run, and make a plan that fits it.
 
     The random state and the buffers of that run are restored.
     """

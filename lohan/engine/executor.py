@@ -43,7 +43,7 @@ from lohan.model.layout import RESIDENT
 from lohan.model.plan import Plan
 from lohan.model.state import STATE_FORMATS
 from lohan.param_groups import HyperParameters
-from lohan.schedule.placement import Gate, UpdateOptions
+from lohan.schedule.placement import UpdateOptions
 from lohan.schedule.steps import spec_of
 from lohan.store.store import Status, Store
 from lohan.util.trace import Trace
@@ -138,7 +138,7 @@ class Executor:
         try:
             self.hooks.install(
                 self,
-                before_forward=self._enter,
+                before_forward=self._before_model_call,
                 after_resident_gradient=self._got_resident_gradient,
             )
             self.record = RunRecord(model, plan, store=store, device=device, groups=groups)
@@ -148,7 +148,7 @@ class Executor:
         self.collector.watched = self.hooks.watched
         self.step_gradients.refresh = self.refresh_resident
 
-    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _before_model_call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self.enter_forward()
         if self.device.torch_device.type == "cpu":
             return None
@@ -225,15 +225,16 @@ class Executor:
             self._begin_backward()
             ranks = self.collectives.process_group.world
             hooked = self.collector.hooked = self.hooks.watched.hooked(ranks)
-            whole = self.collector.accumulated is None
-            finish = self.on_backward_done if whole else self._on_part_done
+            is_step = self.collector.accumulated is None
+            finish = self.on_backward_done if is_step else self._on_part_done
             torch.autograd.Variable._execution_engine.queue_callback(finish)
             self.runner.pending.squares = {}
             repeatable = self.record.buffers.unchanged and not hooked
+            same_order = is_step and self.steps.repeats_last_order()
             self.scheduler.schedule_backward(
                 self.record.scalars(self.clipping.known_factor),
-                whole=whole,
-                speculate=self.clipping.skips_norm_wait(repeatable=repeatable),
+                same_order=same_order,
+                speculates=self.clipping.speculates(same_order=same_order, repeatable=repeatable),
             )
             step = self.steps.current
             step.keeps_gradients = step.speculates and self.clipping.all_held_in_memory
@@ -265,7 +266,7 @@ class Executor:
             if sums.numbers() or self.hooks.resident.has_gradients:
                 self._begin_backward()
                 with self.guarded():
-                    self.scheduler.schedule_backward(self.record.scalars(1.0), whole=False)
+                    self.scheduler.schedule_backward(self.record.scalars(1.0))
                 self.on_backward_done()
         except BaseException:
             if self.record.train_state.step == step:
@@ -281,7 +282,7 @@ class Executor:
             self.collector.accumulate_rest()
             self.scheduler.pause()
             self.collector.sink.clear()
-            self.steps.current.gradients.clear()
+            self.steps.current.tensors_with_gradient.clear()
             self.step_gradients.in_backward = False
             if isinstance(self.collector.accumulated, Accumulated):
                 self.step_gradients.consumed = True
@@ -339,10 +340,10 @@ class Executor:
                 number = self.collector.numbers[RESIDENT]
                 resident[number] = self.hooks.resident.take_gradients()
             self.collector.finish_rest(resident)
-            self.scheduler.backward_done()
+            self.scheduler.end_backward()
             step = self.steps.current
-            gated = self.clipping.gate is Gate.NORM
-            unsummed = self.scheduler.wait_for_squares() if gated else ()
+            needs_norm = self.clipping.needs_all_gradients
+            unsummed = self.scheduler.wait_for_squares() if needs_norm else ()
             decision = self.clipping.resolve_step(self.record.unscale_divisor, unsummed=unsummed)
             if decision is Decision.RERUN:
                 assert self.clipping.norm is not None
@@ -352,13 +353,13 @@ class Executor:
             skipped = decision is Decision.SKIP
             scalars = None if skipped else self.record.scalars(step.factor)
             absent = () if skipped else self.collector.absent()
-            step.meta = self.record.count(scalars, absent=absent)
+            step.meta = self.record.advance(scalars, absent=absent)
             next_commits = self.steps.clock.after_step(commits=step.commits)
             if scalars is not None:
                 self.steps.ending.append(step)
                 if self.runner.logged is not None:
                     self.runner.logged.close_step(step.meta, scalars, commits=step.commits)
-            self.scheduler.close_step(scalars)
+            self.scheduler.schedule_step_end(scalars)
             if skipped:  # The lanes are idle, and the previous step has ended.
                 self._skip(step)
             self.steps.next(commits=next_commits)
@@ -445,7 +446,8 @@ class Executor:
                 # report is that of the step that failed.
                 with suppress(Exception):
                     self.scheduler.finish_earlier_steps(in_backward=self.in_backward)
-                    if not self.steps.unfinished:  # Only if no update of the failed step has run.
+                    # Cached weights must not contain updates of the failed step.
+                    if not self.steps.partly_updated:
                         self.runner.commit_uncommitted()
             newest = self.steps.ending[-1].meta if self.steps.ending else self.steps.uncommitted
             newest_step = 0 if newest is None else TrainState.of(newest).step

@@ -52,7 +52,7 @@ from lohan.errors import ModelError, RankError
 from lohan.model.layout import Blocks, FlatGroup, RankInfo, Site
 from lohan.model.plan import Plan
 from lohan.model.state import FLOAT
-from lohan.schedule.placement import Gate, gate_of
+from lohan.schedule.placement import needs_all_gradients
 from lohan.util.units import align_up
 
 if TYPE_CHECKING:
@@ -378,7 +378,7 @@ class GradientCollector:
         steps: Steps,
     ) -> None:
         self.steps = steps
-        self._needs_norm = gate_of(plan) is Gate.NORM
+        self._needs_norm = needs_all_gradients(plan)
         # True if the device cannot hold the gradients of two consecutive blocks at the same time.
         self._waits_aside = plan.head_alone or plan.device_grads == 1
         # Sums of several 16-bit gradients are accumulated in fp32.
@@ -447,18 +447,18 @@ class GradientCollector:
             for number in finished:
                 grads = self.sink.take(self._blocks.groups[number].key)
                 self.accumulated.add(number, self._hooked_gradients(number, grads))
-            self._scheduler.end_backward(site, ())
+            self._scheduler.end_site_backward(())
             return
-        scheduled = self.steps.current.finished_groups()
+        scheduled = self.steps.current.groups_to_hand_over()
         handed = finished if scheduled is None else scheduled
         target = self._pending.on_host if self._offload is None else self._pending.on_device
         for number in handed:
             grads = target[number] = self._for_update(
                 self._hooked_gradients(number, self.sink.take(self._blocks.groups[number].key))
             )
-            self.steps.current.gradients[number] = frozenset(grads)
+            self.steps.current.tensors_with_gradient[number] = frozenset(grads)
             self._pending.squares_on_device[number] = self._sum_squares(grads)
-        self._scheduler.end_backward(site, handed)
+        self._scheduler.end_site_backward(handed)
 
     def _sum_squares(self, grads: GroupGrads) -> torch.Tensor | None:
         """Return the sum of squares, computed on the device, or None if it is not needed there.
@@ -504,7 +504,7 @@ class GradientCollector:
 
     def is_handed_over(self, number: int) -> bool:
         """Return whether the gradients of a group were handed over to the update of this step."""
-        return number in self.steps.current.gradients
+        return number in self.steps.current.tensors_with_gradient
 
     def add_outside(self, key: str, index: int, grad: torch.Tensor) -> None:
         """Add a gradient that was computed outside the calls of the group's blocks."""
@@ -550,7 +550,9 @@ class GradientCollector:
         aside = {} if self._offload is None else self._offload.aside
         waiting = [self.numbers[key] for key in self.sink.waiting()]
         return waiting + [
-            n for n in aside if n not in self.steps.current.gradients and n not in waiting
+            n
+            for n in aside
+            if n not in self.steps.current.tensors_with_gradient and n not in waiting
         ]
 
     def hand_over_late(self, number: int, grads: GroupGrads) -> None:
@@ -570,7 +572,7 @@ class GradientCollector:
             grads = {index: grad.cpu() for index, grad in grads.items()} | aside
         else:
             grads = self._for_update(dict(grads))
-        self.steps.current.gradients[number] = frozenset(grads)
+        self.steps.current.tensors_with_gradient[number] = frozenset(grads)
         if self._offload is not None and not alone:
             grads = self._collectives.reduce_scatter_host(number, grads)
         self._pending.on_host[number] = grads
@@ -584,7 +586,7 @@ class GradientCollector:
         if self._offload is None or self._collectives.process_group.several:
             self.hand_over_late(number, grads)
             return
-        self.steps.current.gradients[number] = frozenset(grads)
+        self.steps.current.tensors_with_gradient[number] = frozenset(grads)
         group, squares = self._blocks.groups[number], self._sum_squares(grads)
         self._pending.on_host[number] = (
             self._offload.offload_async(number, group, grads, squares=squares) if grads else {}
@@ -599,7 +601,8 @@ class GradientCollector:
             tensor.name
             for number, group in enumerate(self._blocks.groups)
             for index, tensor in enumerate(group.tensors)
-            if tensor.trainable and index not in self.steps.current.gradients.get(number, ())
+            if tensor.trainable
+            and index not in self.steps.current.tensors_with_gradient.get(number, ())
         ]
         return self._collectives.absent(names)
 

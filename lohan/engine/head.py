@@ -26,7 +26,7 @@ from lohan.capture.fake import buffers_at
 from lohan.capture.placeholders import lacks_values
 from lohan.device.base import to_device
 from lohan.engine.gradients import scale_
-from lohan.engine.wrapping import Uses, WrappedSite
+from lohan.engine.wrapping import GroupUses, WrappedSite
 from lohan.errors import DataError, ModelError
 
 if TYPE_CHECKING:
@@ -638,7 +638,7 @@ class _HeadFunction(torch.autograd.Function):
         executor = head.executor
         ctx.head = head
         groups = head.wrapped.site.groups if head.wrapped is not None else ()
-        ctx.uses = Uses(executor, groups, ctx)
+        ctx.uses = GroupUses(executor, groups, ctx)
         executor.in_head = True
         try:
             if logp_loss is None:

@@ -345,7 +345,8 @@ class Lanes:
         self._runner, self._overlap, self._net, self.stall_s = runner, overlap, net, stall_s
         self._progress = Progress(trace)
         self._threads = LaneThreads(runner, self._device, self._progress)
-        self._updates: deque[Job] | None = deque() if updates_on_caller and overlap else None
+        # The queued updates that the caller runs; None if they run on another thread or in order.
+        self._caller_jobs: deque[Job] | None = deque() if updates_on_caller and overlap else None
         self._latest: dict[str, Job] = {}
         self._compute: deque[Job] = deque()
         # without overlap: all actions in the order of the schedule
@@ -360,7 +361,7 @@ class Lanes:
         """Append the actions of a schedule to the queues of their lanes."""
         self._progress.raise_if_failed()
         if self._overlap:
-            self._threads.start(updates=self._updates is None, net=self._net)
+            self._threads.start(updates=self._caller_jobs is None, net=self._net)
         for action in schedule:
             candidates = (self._latest.get(name) for name in action.waits)
             waits = [other for other in candidates if other and not other.done.is_set()]
@@ -373,8 +374,8 @@ class Lanes:
                 self._compute.append(job)
             if not self._overlap:
                 self._in_order.append(job)
-            elif action.lane == "optimizer" and self._updates is not None:
-                self._updates.append(job)
+            elif action.lane == "optimizer" and self._caller_jobs is not None:
+                self._caller_jobs.append(job)
             elif action.lane != "compute":
                 self._threads.put(action.lane, job)
 
@@ -453,9 +454,9 @@ class Lanes:
         for job in self._compute:  # Lanes that wait for a cancelled action must not wait longer.
             job.done.set()
         self._compute.clear()
-        if self._updates is not None:
-            self._updates = deque(job for job in self._updates if job.number < first)
-            self._await(list(self._updates), None)
+        if self._caller_jobs is not None:
+            self._caller_jobs = deque(job for job in self._caller_jobs if job.number < first)
+            self._await(list(self._caller_jobs), None)
         cancelled = self._threads.join(self.stall_s)
         self._progress.raise_if_failed()
         self._latest.clear()
@@ -486,8 +487,8 @@ class Lanes:
             self._device.mark().synchronize()
         self._compute.clear()
         self._in_order.clear()
-        if self._updates is not None:
-            self._updates.clear()
+        if self._caller_jobs is not None:
+            self._caller_jobs.clear()
         self._latest.clear()
         self._current = None
         self._progress.clear()
@@ -504,7 +505,7 @@ class Lanes:
             while not job.done.is_set():
                 self._progress.raise_if_failed()
                 # Only updates run on the caller's thread, so nothing else needs to wake it.
-                if self._updates is None:
+                if self._caller_jobs is None:
                     job.done.wait(0.2)
                     self._progress.raise_if_failed()
                 elif not self._update_if_ready():
@@ -526,14 +527,14 @@ class Lanes:
 
     def _next_update(self) -> Job | None:
         """Return the first update in the caller's queue if it can run, otherwise None."""
-        head = self._updates[0] if self._updates else None
+        head = self._caller_jobs[0] if self._caller_jobs else None
         return head if head and all(other.done.is_set() for other in head.waits) else None
 
     def _update_if_ready(self) -> bool:
         job = self._next_update()
-        if job is None or self._updates is None:
+        if job is None or self._caller_jobs is None:
             return False
-        self._updates.popleft()
+        self._caller_jobs.popleft()
         self._run(job)
         return True
 

@@ -47,7 +47,7 @@ MOST_PLANS = 3
 
 
 @dataclass(frozen=True)
-class Decision:
+class ReplanDecision:
     """A decision after a step: the reason, the plan to follow if any, and its gain as text."""
 
     why: str | None = None
@@ -58,7 +58,7 @@ class Decision:
         return [self.why, None if self.plan is None else self.plan.to_json(), self.faster]
 
     @classmethod
-    def from_json(cls, data: list[Any]) -> Decision:
+    def from_json(cls, data: list[Any]) -> ReplanDecision:
         why, plan, faster = data
         return cls(why, None if plan is None else Plan.from_json(plan), faster)
 
@@ -114,7 +114,7 @@ class Replanner:
         spans = self._session.executor.trace.take_step()
         return self.after_step(spans, step_s=self._last_s - then_s)
 
-    def _look(self, spans: list[Span], *, step_s: float) -> Decision:
+    def _look(self, spans: list[Span], *, step_s: float) -> ReplanDecision:
         """Measure the machine by one step, and decide whether a better plan is followed.
 
         Only compute from the start of the last forward to the start of a call without gradients
@@ -125,14 +125,14 @@ class Replanner:
         began_s, stop_s = trace.forward_began_s, trace.inference_began_s
         spans = [s for s in spans if s.lane != "compute" or began_s <= s.start_s < stop_s]
         why = "measured the first steps"
-        stays = Decision()
+        stays = ReplanDecision()
         if self._promised is not None:
             measured = busy_s(spans, float("-inf"), float("inf"))
             promised = dict(self._promised.busy_s)
             if self._session.plan.log_gradients:
                 del promised["ssd"]  # It depends on the number of steps since the last full state.
             why = surprises(promised, measured, step_s=step_s)
-            stays = Decision(why=f"{why}; the plan stays as it is" if why else None)
+            stays = ReplanDecision(why=f"{why}; the plan stays as it is" if why else None)
         context, plan = self._session.context, self._session.plan
         measured_profile = context.measured(spans, plan) if why else None
         if measured_profile is None or self._plans >= MOST_PLANS:
@@ -147,13 +147,13 @@ class Replanner:
         if current.step_s < REPLAN_SPEEDUP * new.step_s or other == plan:
             return stays
         self._promised = new
-        return Decision(why, other, _faster(current, new))
+        return ReplanDecision(why, other, _faster(current, new))
 
-    def _decided(self, decide: Callable[[], Decision]) -> Decision:
+    def _decided(self, decide: Callable[[], ReplanDecision]) -> ReplanDecision:
         """Make the decision on the first rank, and return it on every rank."""
         group = self._session.process_group
         try:
-            return Decision.from_json(group.broadcast_made(lambda: decide().to_json()))
+            return ReplanDecision.from_json(group.broadcast_made(lambda: decide().to_json()))
         except BaseException:
             group.abort()  # Note [an error on one rank]: others may be waiting in the collective.
             raise

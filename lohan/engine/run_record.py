@@ -45,8 +45,8 @@ class RunRecord:
             missed_updates=self.train_state.missed_updates,
         )
 
-    def count(self, scalars: StepScalars | None, *, absent: Sequence[str]) -> dict[str, Any]:
-        """Count a step, and return the metadata for its commit.
+    def advance(self, scalars: StepScalars | None, *, absent: Sequence[str]) -> dict[str, Any]:
+        """Advance the counters by one step, and return the metadata for its commit.
 
         `scalars` is None if the step changes no weight. `absent` names the parameters without a
         gradient.

@@ -15,7 +15,6 @@ A new order of steps is checked once, before anything is scheduled by it.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -30,7 +29,7 @@ from lohan.model.layout import FlatGroup
 from lohan.schedule import phases as sched
 from lohan.schedule.actions import Action, ScheduleSpec, empty_buffers
 from lohan.schedule.ops import Op
-from lohan.schedule.placement import StepPlacement, UpdateOptions, place
+from lohan.schedule.placement import Phase, StepPlacement, UpdateOptions, place
 from lohan.schedule.steps import ExecutionOrder, check_order
 
 if TYPE_CHECKING:
@@ -61,7 +60,6 @@ class ActionScheduler:
         self._lanes, self._updates = lanes, updates
         self._compiled: dict[tuple[bool, bool], StepPlacement] = {}
         self._buffers = empty_buffers(spec)
-        self._last_order: ExecutionOrder | None = None  # the order of the last step
         # The writes of the previous step that this backward contains, followed by the end of that
         # step.
         self._behind: tuple[Action, ...] = ()
@@ -85,7 +83,7 @@ class ActionScheduler:
             [],
         )
         order = self._last_inference or (
-            self._last_order.forward if self._last_order is not None else ()
+            self.steps.last_order.forward if self.steps.last_order is not None else ()
         )
         if self._updates.overlap and order and self._lanes.expected() is None:
             schedule, self._buffers = sched.forward(
@@ -139,7 +137,7 @@ class ActionScheduler:
         """Wait for everything that is queued; afterwards, nothing is scheduled ahead."""
         self._write_behind()
         self._lanes.drain()
-        self.steps.current.whole_phase = self._queued_inference = False
+        self.steps.current.scheduled_ahead = self._queued_inference = False
 
     def forget_slots(self) -> None:
         """Record that the weight slots in host memory may be overwritten; the lanes are idle."""
@@ -159,35 +157,27 @@ class ActionScheduler:
     # -- backward ---------------------------------------------------------------------------------
 
     def schedule_backward(
-        self, scalars: StepScalars, *, whole: bool = True, speculate: bool = False
+        self, scalars: StepScalars, *, same_order: bool = False, speculates: bool = False
     ) -> None:
         """Schedule the backward after a forward.
 
-        If the order is known, the whole backward is scheduled now, unless it is only part
-        of a step (`whole` is False). With `speculate`, updates run in it without waiting
-        for the norm.
+        With `same_order`, the whole backward is scheduled now, in the order of the last step, and
+        `speculates` states whether updates run in it without waiting for the norm.
         """
         step = self.steps.current
-        step.scalars, step.placed = scalars, self._place()
+        step.scalars, step.placed = scalars, self._place(speculates=speculates)
         if self._lanes.expected() is not None:
             self.drain()  # These sites were not called this time.
-        last_order = self._last_order
         step.last_uses = None
-        # If backward will visit every call that it visited in the last step, the last use of a
-        # group in the known order is its last use in any order with the same beginning.
-        sure = last_order is not None and Counter(step.reached) == Counter(last_order.backward)
-        if last_order is not None and sure and whole and last_order.forward == tuple(step.forward):
-            step.whole_phase, step.placed = True, self._place(speculates=speculate)
-            step.last_uses = sched.last_uses(self._spec, last_order.backward)
+        if same_order:
+            assert self.steps.last_order is not None
+            sites, step.scheduled_ahead = self.steps.last_order.backward, True
+            step.last_uses = sched.last_uses(self._spec, sites)
             used = {group for groups in step.last_uses for group in groups}
-            step.unreached = [group for group in range(len(self._groups)) if group not in used]
+            step.updated_at_end = [n for n in range(len(self._groups)) if n not in used]
             names = [action.name for action in self._buffers.behind]
             schedule, self._buffers = sched.backward(
-                self._spec,
-                self._buffers,
-                last_order.backward,
-                step.placed,
-                unreached=step.unreached,
+                self._spec, self._buffers, sites, step.placed, unreached=step.updated_at_end
             )
             # A name may occur twice; the first is the write left over from the previous step.
             first = {action.name: action for action in reversed(schedule)}
@@ -197,7 +187,7 @@ class ActionScheduler:
     def begin_backward(self, site: int) -> dict[int, torch.Tensor]:
         name = Op.BACKWARD.of(site)
         step = self.steps.current
-        if step.whole_phase and self._lanes.expected() != name:
+        if step.scheduled_ahead and self._lanes.expected() != name:
             # Backward visits blocks in another order than in the previous step. Actions that belong
             # to the blocks visited so far are completed, later ones are cancelled, and the
             # remaining backward is scheduled on demand.
@@ -209,7 +199,7 @@ class ActionScheduler:
                     "rank"
                 )
             self._cancel_rest()
-        if not step.whole_phase:
+        if not step.scheduled_ahead:
             schedule, self._buffers = sched.one_backward(self._spec, self._buffers, site)
             self._lanes.enqueue(schedule)
         step.backward.append(site)
@@ -224,33 +214,35 @@ class ActionScheduler:
         self._write_behind()
         self._buffers = empty_buffers(self._spec)
         step = self.steps.current
-        step.whole_phase, step.last_uses, self._behind = False, None, ()
+        step.scheduled_ahead, step.last_uses, self._behind = False, None, ()
 
-    def end_backward(self, site: int, finished: Sequence[int]) -> None:
-        """End the backward of a site, after the gradients of `finished` groups were handed over."""
+    def end_site_backward(self, complete: Sequence[int]) -> None:
+        """End the backward of a site, after the gradients of `complete` groups were handed over."""
         self._lanes.end()
         step = self.steps.current
-        step.handed_over.update(finished)
-        if not step.whole_phase and finished:
+        step.complete_groups.update(complete)
+        if not step.scheduled_ahead and complete:
             assert step.placed is not None
             schedule, self._buffers = sched.updates(
-                self._spec, self._buffers, finished, step.placed
+                self._spec, self._buffers, complete, step.placed
             )
             self._lanes.enqueue(schedule, step.scalars)
             # The gradients of a block must be consumed before the next block computes its own.
             self._lanes.wait_for(*(action.name for action in schedule))
 
-    def backward_done(self) -> None:
+    def end_backward(self) -> None:
         """End the backward, including the compute actions of blocks that it has not reached.
 
-        The updates of unreached groups carry their weights and state over to the new generation.
+        Groups whose gradients were not handed over by a block are then updated, also those without
+        a gradient, whose updates carry weights and state over to the new generation.
         """
         step = self.steps.current
-        if not step.whole_phase:
+        if not step.scheduled_ahead:
             assert step.placed is not None
-            step.unreached = [n for n in range(len(self._groups)) if n not in step.handed_over]
+            groups = range(len(self._groups))
+            step.updated_at_end = [n for n in groups if n not in step.complete_groups]
             schedule, self._buffers = sched.updates(
-                self._spec, self._buffers, step.unreached, step.placed, end=True
+                self._spec, self._buffers, step.updated_at_end, step.placed, end=True
             )
             self._lanes.enqueue(schedule, step.scalars)
         while (name := self._lanes.expected()) is not None and name != Op.BACKWARD_DONE:
@@ -277,11 +269,11 @@ class ActionScheduler:
                 backward=tuple(step.backward),
                 updates=self._updates,
             )
-            if seen != self._last_order:
+            if seen != self.steps.last_order:
                 check_order(self._spec, seen)
-            self._last_order = seen
+            self.steps.last_order = seen
 
-    def close_step(self, scalars: StepScalars | None) -> None:
+    def schedule_step_end(self, scalars: StepScalars | None) -> None:
         """Schedule the held updates and the next forward, after BACKWARD_DONE.
 
         If `scalars` is None, the updates are dropped.
@@ -293,14 +285,17 @@ class ActionScheduler:
         if self._spec.log and scalars is not None:
             schedule, self._buffers = sched.commit_log(self._spec, self._buffers)
             self._lanes.enqueue(schedule)
-        unfinished = placed if scalars is not None and not placed.ends_in_backward else None
-        ends_here = unfinished is not None and not unfinished.in_next_forward
-        if ends_here or scalars is None or not self._updates.overlap:
-            schedule, self._buffers = sched.forward(self._spec, self._buffers, (), unfinished)
+        if scalars is None:
+            self._write_behind()
+            self._lanes.drain()
+            self._schedule_forward(None)
+        elif placed.ends is Phase.AFTER_BACKWARD or not self._updates.overlap:
+            schedule, self._buffers = sched.finish_step(self._spec, self._buffers, placed)
             self._lanes.enqueue(schedule, scalars)
             self._lanes.drain()
-            unfinished = None
-        self._schedule_forward(unfinished, scalars)
+            self._schedule_forward(None)
+        else:
+            self._schedule_forward(placed, scalars)
 
     def roll_back(self) -> None:
         """Discard the updates of this backward, and invalidate all weight slots.
@@ -324,26 +319,30 @@ class ActionScheduler:
         return self._compiled[way]
 
     def _schedule_forward(
-        self, unfinished: StepPlacement | None, scalars: StepScalars | None = None
+        self, previous: StepPlacement | None, scalars: StepScalars | None = None
     ) -> None:
-        if self._last_order is not None:
+        """Schedule a whole forward in the last order, with the end of the `previous` step.
+
+        `scalars` are the numbers for the updates of that step.
+        """
+        if self.steps.last_order is not None:
             schedule, self._buffers = sched.forward(
-                self._spec, self._buffers, self._last_order.forward, unfinished
+                self._spec, self._buffers, self.steps.last_order.forward, previous
             )
             self._lanes.enqueue(schedule, scalars)
 
     def wait_for_squares(self) -> list[int]:
-        """Wait until the squares of all groups that backward has reached are summed.
+        """Wait until the squares of all groups are summed whose last use was in backward.
 
-        Returns the groups that backward has not reached. Their squares are summed after
-        BACKWARD_DONE, so the caller cannot wait for them here.
+        Returns the other groups. Their squares are summed after BACKWARD_DONE, so the caller cannot
+        wait for them here.
         """
         trained = (group for group, chunks in enumerate(self._spec.chunks) if chunks)
-        unreached = self.steps.current.unreached
+        at_end = self.steps.current.updated_at_end
         self._lanes.wait_for(
-            *(Op.SUM_SQUARES.of(group) for group in trained if group not in unreached)
+            *(Op.SUM_SQUARES.of(group) for group in trained if group not in at_end)
         )
-        return unreached
+        return at_end
 
     @property
     def collectives_checksum(self) -> int:

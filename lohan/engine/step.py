@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from lohan.engine.buffers import StepScalars
 from lohan.engine.gradients import sum_of_squares
-from lohan.schedule.placement import Gate, StepPlacement, UpdateOptions
+from lohan.schedule.placement import RECENT_STEPS, StepPlacement, UpdateOptions, speculates
 
 if TYPE_CHECKING:
     from lohan.device.ranks import ProcessGroup
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from lohan.engine.gradients import StepCollectives
     from lohan.engine.scheduler import ActionScheduler
     from lohan.model.plan import Plan
+    from lohan.schedule.steps import ExecutionOrder
     from lohan.store.store import Store
 
 
@@ -71,15 +72,19 @@ class Step:
     forward: list[int] = field(default_factory=list)
     reached: list[int] = field(default_factory=list)
     backward: list[int] = field(default_factory=list)
-    whole_phase: bool = False  # whether the current phase is scheduled as a whole
+    # True if backward is scheduled as a whole, in the order of the last step; False if it is
+    # scheduled block by block, or its remaining actions were cancelled.
+    scheduled_ahead: bool = False
     placed: StepPlacement | None = None  # when its updates run; set when backward begins
     scalars: StepScalars | None = None  # numbers for the updates that run in backward
-    # The groups whose last use is each site of backward, if backward was scheduled as a whole.
+    # The groups whose last use is each site of backward, if backward is scheduled ahead.
     last_uses: list[tuple[int, ...]] | None = None
-    unreached: list[int] = field(default_factory=list)  # groups that backward does not reach
-    handed_over: set[int] = field(default_factory=set)  # groups that were finished in backward
-    # The tensors that got a gradient, for each group whose gradients were handed over.
-    gradients: dict[int, frozenset[int]] = field(default_factory=dict)
+    # The groups whose gradients blocks have handed over after their last use. The others, also
+    # those that backward does not reach, are updated or held after the end of backward.
+    complete_groups: set[int] = field(default_factory=set)
+    updated_at_end: list[int] = field(default_factory=list)
+    # For each group whose gradients were handed over: the indices of the tensors that got one.
+    tensors_with_gradient: dict[int, frozenset[int]] = field(default_factory=dict)
     # True if gradients are kept after their use until the norm is known. `used` lists the groups
     # whose gradients were used.
     keeps_gradients: bool = False
@@ -93,10 +98,10 @@ class Step:
         """True if the updates of the step run in backward without waiting for the norm."""
         return self.placed is not None and self.placed.speculates
 
-    def finished_groups(self) -> tuple[int, ...] | None:
+    def groups_to_hand_over(self) -> tuple[int, ...] | None:
         """Return the groups whose last use is the site that backward runs now.
 
-        Returns None if the backward was not scheduled as a whole.
+        Returns None if the backward is not scheduled ahead.
         """
         return None if self.last_uses is None else self.last_uses[len(self.backward) - 1]
 
@@ -104,7 +109,7 @@ class Step:
         """Prepare for the next forward of the step, after a backward that did not end the step."""
         self.state, self.parts = State.PAUSED, self.parts + 1
         self.forward, self.reached, self.backward = [], [], []
-        self.handed_over, self.whole_phase, self.last_uses = set(), False, None
+        self.complete_groups, self.scheduled_ahead, self.last_uses = set(), False, None
 
 
 class Steps:
@@ -113,11 +118,24 @@ class Steps:
     def __init__(self, clock: CommitClock) -> None:
         self.clock = clock
         self.current = Step()
+        self.last_order: ExecutionOrder | None = None  # the order of sites in the last step
         self.ending: deque[Step] = deque()  # closed steps whose end is still queued
         self.ended_metas: deque[dict[str, Any]] = deque(maxlen=MAX_PENDING_META)
         # The metadata of the last step that has ended, if it is not committed.
         self.uncommitted: dict[str, Any] | None = None
-        self.unfinished = False  # whether updates of a step that has not ended have run
+        self.partly_updated = False  # whether updates of a step that has not ended have run
+
+    def repeats_last_order(self) -> bool:
+        """Return whether the current step has called the sites in the order of the last step.
+
+        If backward will also visit every call that it visited in the last step, the last use of a
+        group in the known order is its last use in any order with the same beginning.
+        """
+        return (
+            self.last_order is not None
+            and self.last_order.forward == tuple(self.current.forward)
+            and Counter(self.last_order.backward) == Counter(self.current.reached)
+        )
 
     def next(self, *, commits: bool) -> None:
         """Close the current step, and begin the next one."""
@@ -132,13 +150,13 @@ class Steps:
         """Record that a closed step has ended, with or without a commit."""
         self.uncommitted = None if step.commits else step.meta
         self.ended_metas.append(step.meta)
-        self.unfinished = False
+        self.partly_updated = False
 
     def forget(self) -> None:
         """Forget all steps that are not committed, after an error."""
         self.current = Step()
         self.ending.clear()
-        self.uncommitted, self.unfinished = None, False
+        self.uncommitted, self.partly_updated = None, False
 
 
 # -- When a step is committed ----------------------------------------------------------------------
@@ -196,9 +214,6 @@ class CommitClock:
 # All of these give the same bits as waiting for the norm.
 
 
-RECENT_STEPS = 8  # The plan limits how many of this many last steps may be clipped.
-
-
 def clip_factor(norm: float, limit: float) -> float:
     """Return the factor by which clip_grad_norm_ of torch scales gradients; 1 if `limit` is 0."""
     return min(1.0, limit / (norm + 1e-6)) if limit else 1.0
@@ -233,8 +248,8 @@ class Clipping:
         self.counts: dict[str, int] = {}
 
     @property
-    def gate(self) -> Gate:
-        return self._updates.gate
+    def needs_all_gradients(self) -> bool:
+        return self._updates.needs_all_gradients
 
     @property
     def must_rerun(self) -> bool:
@@ -247,19 +262,15 @@ class Clipping:
         first_run = self.steps.current.first_run
         return 1.0 if first_run is None else first_run.clip_factor
 
-    def skips_norm_wait(self, *, repeatable: bool) -> bool:
-        """Decide whether updates run in this backward without waiting for the norm.
-
-        `repeatable` states that the step can be run again with the same results.
-        """
-        can_speculate = self._updates.can_speculate and (self.all_held_in_memory or repeatable)
-        last_unclipped = bool(self._clipped) and not self._clipped[-1]
-        speculates = (
-            can_speculate
-            and last_unclipped
-            and sum(self._clipped) <= self._plan.most_clipped * RECENT_STEPS
+    def speculates(self, *, same_order: bool, repeatable: bool) -> bool:
+        """Decide whether updates run in this backward without waiting for the norm."""
+        return speculates(
+            self._plan,
+            clipped=self._clipped,
+            same_order=same_order,
+            repeatable=repeatable,
+            factor_is_known=self.steps.current.first_run is not None,
         )
-        return speculates or self.steps.current.first_run is not None
 
     def resolve_step(self, divisor: float, *, unsummed: Sequence[int]) -> Decision:
         """Compute the norm after backward, and return the decision about the step.
@@ -275,7 +286,7 @@ class Clipping:
         return step.decision
 
     def _decide(self, step: Step, divisor: float, unsummed: Sequence[int]) -> Decision:
-        if self._updates.gate is Gate.NONE:
+        if not self._updates.needs_all_gradients:
             return Decision.ACCEPT
         norm, first_run, speculated = self._norm(divisor, unsummed), step.first_run, step.speculates
         if first_run is not None and speculated:

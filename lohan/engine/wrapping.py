@@ -189,7 +189,7 @@ def hidden_tensors(leaf: Any, depth: int = 3) -> Iterator[torch.Tensor]:
                 yield from hidden_tensors(inner, depth - 1)
 
 
-class Uses:
+class GroupUses:
     """The groups that a forward call will use again in its backward.
 
     The sink counts the uses, so it detects the last use in a step. A use ends with the backward of
@@ -242,7 +242,7 @@ class _BlockFunction(torch.autograd.Function):
         ctx.mark_non_differentiable(*(t for t in out if not t.is_floating_point()))
         ctx.set_materialize_grads(False)
         ctx.wrapped, ctx.call = wrapped, call
-        ctx.uses = Uses(wrapped.executor, wrapped.site.groups, call)
+        ctx.uses = GroupUses(wrapped.executor, wrapped.site.groups, call)
         return out
 
     @staticmethod

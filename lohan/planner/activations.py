@@ -15,7 +15,7 @@ from lohan.model.shapes import ModelShape
 from lohan.model.workload import BatchWorkload
 from lohan.planner.host_memory import Use, share_out
 from lohan.planner.memory import INPUTS, MemoryModel
-from lohan.schedule.placement import Gate, UpdateOptions, gate_of
+from lohan.schedule.placement import UpdateOptions, needs_all_gradients
 from lohan.schedule.simulate import (
     DEQUANTISING,
     SUM_BYTES,
@@ -70,7 +70,7 @@ def choose(
     """
     pricer = _Pricer(profile, memory, workload, plan, limit, spill_all)
     shares = SHARES if plan.update_mode == "balanced" and plan.overlap else (0.0,)
-    if gate_of(plan) is Gate.NORM:
+    if needs_all_gradients(plan):
         shares = (1.0,) if plan.overlap and plan.update_mode != "serial" else (0.0,)
     candidates: list[Choice] = []
     for level in levels(memory, workload) if kept is None else [kept]:
@@ -136,7 +136,7 @@ class _Pricer:
             return []
         activations = float(sum(self.memory.activations(plan).values()))
         free, out = max(0.0, self.free_bytes - activations), max(0.0, activations - self.free_bytes)
-        cache, key = self.memory.priced, (self.profile, kept, gate_of(plan) is Gate.NORM)
+        cache, key = self.memory.priced, (self.profile, kept, needs_all_gradients(plan))
         compute = cache[key] = cache.get(key) or self._compute(plan)
         choices = []
         for share in shares:
@@ -166,12 +166,12 @@ class _Pricer:
             },
         )
         weights, state = uses[Use.WEIGHTS], uses[Use.STATE]
-        spilled = waiting - uses[Use.GRADIENTS] if gate_of(plan) is Gate.NORM else 0.0
+        spilled = waiting - uses[Use.GRADIENTS] if needs_all_gradients(plan) else 0.0
         in_memory = replace(plan, spilled_gradients=plan.spilled_gradients if spilled else ())
         if UpdateOptions.of(in_memory).can_speculate:
             # The price is that of a step that is not clipped: its updates run in backward.
             share, spilled = 0.0, 0.0
-        if gate_of(plan) is Gate.NONE and waiting > free:
+        if not needs_all_gradients(plan) and waiting > free:
             share = free / (trained * width)
         read_again = n * fmt.weight_bytes - weights
         written = trained * (fmt.state_bytes + fmt.weight_bytes)
@@ -308,7 +308,7 @@ def _norm_bytes(memory: MemoryModel, plan: Plan) -> int:
     several ranks, because the net lane sums the squares.
     """
     on_device = memory.has_own_memory and plan.world == 1
-    return memory.gradient_width if gate_of(plan) is Gate.NORM and on_device else 0
+    return memory.gradient_width if needs_all_gradients(plan) and on_device else 0
 
 
 def _other_works(memory: MemoryModel, workload: BatchWorkload, plan: Plan) -> dict[str, SiteWork]:

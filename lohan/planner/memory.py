@@ -23,7 +23,7 @@ from lohan.model.state import (
 )
 from lohan.model.workload import BatchWorkload, Footprint, SiteFootprint
 from lohan.optim import DEFAULT_KIND, StateKind
-from lohan.schedule.placement import Gate, gate_of, needs_norm
+from lohan.schedule.placement import needs_all_gradients, needs_norm
 from lohan.util.units import PAGE, MiB
 
 # -- Peak host memory of a step: the memory of compute in forward, head and backward ---------------
@@ -848,7 +848,7 @@ class MemoryModel:
 
     def _held(self, plan: Plan) -> set[str]:
         """Return the groups whose gradients wait in memory for the next forward."""
-        if gate_of(plan) is Gate.NORM:
+        if needs_all_gradients(plan):
             return {group.key for group in self.trained} - set(plan.spilled_gradients)
         return set(plan.deferred)
 

@@ -29,7 +29,7 @@ from lohan.planner.memory import (
 )
 from lohan.planner.sizer import DEVICE_SLOTS, Sizer
 from lohan.planner.wear import LONGEST_S, choose_commit_interval, weights_too
-from lohan.schedule.placement import Update, UpdateOptions, rule_of
+from lohan.schedule.placement import Phase, UpdateOptions, rule_of
 from lohan.util.units import EVERY_STEP, Interval, counted, format_bytes, format_bytes_up
 
 # -- The closed-form plan, or an error that names budgets that suffice -----------------------------
@@ -492,7 +492,7 @@ class _PlanSearch:
         held, forecast = self._simulated_plan(options, FillOrder())
         updates = UpdateOptions.of(held)
         if not held.commit.every_step:
-            fixed = rule_of(updates).update is not Update.NEXT_FORWARD
+            fixed = rule_of(updates).update is not Phase.NEXT_FORWARD
         else:
             fixed = not (options.can_rerun and updates.can_speculate)
         if forecast is None or fixed:

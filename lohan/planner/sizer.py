@@ -14,7 +14,7 @@ from lohan.model.workload import BatchWorkload
 from lohan.planner.activations import Choice, choose, resolve_activation_policy
 from lohan.planner.host_memory import FillOrder, Use
 from lohan.planner.memory import LOGIT_COPIES, MemoryModel
-from lohan.schedule.placement import Gate, gate_of
+from lohan.schedule.placement import needs_all_gradients
 from lohan.util.units import EVERY_STEP, MiB, align_up
 
 # -- Uses of the remaining memory, each as far as the budgets allow --------------------------------
@@ -34,7 +34,7 @@ class GreedyFill:
         """
         for use in Use:
             match use:
-                case Use.GRADIENTS if gate_of(plan) is Gate.NORM:
+                case Use.GRADIENTS if needs_all_gradients(plan):
                     spills = order.spill_all or plan.log_gradients > 0
                     plan = plan if spills else self.unspill(plan)
                 case Use.GRADIENTS:
@@ -192,7 +192,7 @@ def _spreads(plan: Plan) -> bool:
     They should if all updates of every step wait for the next forward: forward then never waits for
     many uncached chunks in a row.
     """
-    return not plan.commit.every_step and gate_of(plan) is Gate.NORM
+    return not plan.commit.every_step and needs_all_gradients(plan)
 
 
 # -- Sizer ----------------------------------------------------------------------------------------
@@ -261,7 +261,7 @@ class Sizer:
             device_slots=min(2 * widest, DEVICE_SLOTS) if self.device else 0,
             staying=self.memory.staying,
         )
-        if gate_of(plan) is Gate.NORM:
+        if needs_all_gradients(plan):
             plan = replace(
                 plan, spilled_gradients=tuple(group.key for group in self.memory.trained)
             )

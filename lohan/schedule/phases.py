@@ -23,10 +23,10 @@ from lohan.schedule.ops import AFTER, READ, SQUARES, WHOLE, WRITE, Effect, Op, O
 from lohan.schedule.placement import (
     Gradient,
     Persist,
+    Phase,
     Placement,
     Residence,
     StepPlacement,
-    Update,
 )
 
 # Resources of a phase, in addition to those of its actions (actions.py).
@@ -363,22 +363,22 @@ def forward(
     spec: ScheduleSpec,
     buffers: BufferState,
     order: Sequence[int],
-    left: StepPlacement | None = None,
+    previous: StepPlacement | None = None,
     *,
     training: bool = True,
 ) -> tuple[Schedule, BufferState]:
     """Return the schedule of forward over the sites in `order`.
 
-    `left` is the placement of the previous step if this forward completes that step. The held
+    `previous` is the placement of the previous step if this forward completes that step. The held
     groups of that step are then updated here, each before it is used, and that step ends after the
     last update. If it has chunks that are persisted BEHIND, they are written in the following
     backward, and the previous step ends there.
 
     Without `training`, no backward follows and no activations are kept.
     """
-    b = Builder(spec, buffers, left)
-    held = b.due = dict.fromkeys(() if left is None else left.held)
-    ends = left is not None and not left.ends_in_backward
+    b = Builder(spec, buffers, previous)
+    held = b.due = dict.fromkeys(() if previous is None else previous.held)
+    ends = previous is not None and previous.ends is not Phase.BACKWARD
     used = [group for site in order for group in spec.sites[site]]
     backward_groups = (
         [group for site in reversed(order) for group in spec.sites[site]] if training else []
@@ -471,9 +471,16 @@ def backward(
         else:
             b.bring(group, Upcoming(()))
             b.update(group)
-    if placed.ends_in_backward:
+    if placed.ends is Phase.BACKWARD:
         b.emit(Op.END_STEP)
     return b.result()
+
+
+def finish_step(
+    spec: ScheduleSpec, buffers: BufferState, placed: StepPlacement
+) -> tuple[Schedule, BufferState]:
+    """Return the schedule that runs the held updates of a step and ends it before a forward."""
+    return forward(spec, buffers, (), placed)
 
 
 def commit_log(spec: ScheduleSpec, buffers: BufferState) -> tuple[Schedule, BufferState]:
@@ -672,14 +679,14 @@ def updates(
             b.emit(Op.SUM_SQUARES, group)
         b.bring(group, Upcoming(()))
         b.update(group)
-    if end and placed.ends_in_backward:
+    if end and placed.ends is Phase.BACKWARD:
         b.emit(Op.END_STEP)
     return b.result()
 
 
 def _update_or_hold(b: Builder, group: int, rooms: _GradientRooms) -> None:
     """Update a group whose gradients are in host memory, or hold them if it is updated later."""
-    if b.placed.of(group).update is not Update.BACKWARD:
+    if b.placed.of(group).update is not Phase.BACKWARD:
         _hold(b, group, rooms)
         return
     if b.placed.speculates:

@@ -1,13 +1,15 @@
 """When the updates of a step run, and where its gradients, weights and state are until then.
 
 `place` answers this for every group of a step, from the options of the run and its plan. It takes
-the first rule of `RULES` that applies. docs/how-it-works.md shows the same table. A step that
-speculates and a step that waits for the norm are two compilations of one plan.
+the first rule of `RULES` that applies. docs/how-it-works.md shows the same table. `speculates`
+decides at the start of each backward whether the step waits for the norm. `place` does not depend
+on events in backward, so the schedule may update a group later than its placement says: groups
+whose gradients are not complete when their block has run are updated after the end of backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -17,19 +19,12 @@ from lohan.model.plan import Plan
 from lohan.schedule.actions import ScheduleSpec
 
 
-class Gate(StrEnum):
-    """The condition for the end of a step."""
+class Phase(StrEnum):
+    """A phase in which groups are updated, or in which a step ends."""
 
-    NONE = "none"
-    NORM = "norm"  # the norm of all gradients, for clipping or loss scaling
-
-
-class Update(StrEnum):
-    """The phase in which a group is updated."""
-
-    BACKWARD = "in backward"  # after the last use of the group
+    BACKWARD = "in backward"  # updates: after the last use of the group
     AFTER_BACKWARD = "after backward"
-    NEXT_FORWARD = "in the next forward"  # before the group is used
+    NEXT_FORWARD = "in the next forward"  # updates: before the group is used
 
 
 class Gradient(StrEnum):
@@ -61,7 +56,7 @@ class Persist(StrEnum):
 class Placement:
     """When a group is updated in a step, and where its data is until then."""
 
-    update: Update
+    update: Phase
     gradient: Gradient = Gradient.HOST
     weights: Residence = Residence.STREAM
     cached_chunks: frozenset[int] = frozenset()  # chunks whose state is CACHED
@@ -82,7 +77,7 @@ class UpdateOptions:
 
     mode: str = "optimized"  # serial | naive | optimized | balanced
     overlap: bool = True
-    gate: Gate = Gate.NONE
+    needs_all_gradients: bool = False  # whether a step cannot end before its norm is known
     late: frozenset[int] = frozenset()  # groups that `balanced` updates in the next forward
     logs: bool = False  # whether gradients are appended to a log
     can_speculate: bool = False  # whether updates may run before the norm is known
@@ -90,22 +85,15 @@ class UpdateOptions:
 
     @classmethod
     def of(cls, plan: Plan, blocks: Blocks | None = None) -> UpdateOptions:
-        """Return the options of a plan. Without `blocks`, no group is late.
-
-        A clipped step can be corrected if its gradients are in memory, or if the loop can run it
-        again. The committed generation must be that of the step before, so every step commits.
-        """
-        gate = gate_of(plan)
-        waits = gate is Gate.NORM and plan.overlap and plan.update_mode != "serial"
-        correctable = plan.can_rerun or not plan.spilled_gradients
+        """Return the options of a plan. Without `blocks`, no group is late."""
         groups = () if blocks is None else enumerate(blocks.groups)
         return cls(
             mode=plan.update_mode,
             overlap=plan.overlap,
-            gate=gate,
+            needs_all_gradients=needs_all_gradients(plan),
             logs=plan.log_gradients > 0,
             late=frozenset(number for number, group in groups if group.key in plan.deferred),
-            can_speculate=waits and correctable and plan.commit.every_step,
+            can_speculate=can_speculate(plan),
             every_step_commits=plan.commit.every_step,
         )
 
@@ -115,13 +103,54 @@ def needs_norm(plan: Plan) -> bool:
     return plan.clip > 0 or plan.dtype == "fp16" or plan.update_mode == "serial"
 
 
-def gate_of(plan: Plan) -> Gate:
-    """Return what the steps of a plan need before they can end.
+def needs_all_gradients(plan: Plan) -> bool:
+    """Return whether the steps of a plan need the norm of all gradients before they can end.
 
     In mode `serial`, all gradients exist before the first update, and with a log, before the next
     forward. In both cases the norm is computed even if no update needs it.
     """
-    return Gate.NORM if needs_norm(plan) or plan.log_gradients else Gate.NONE
+    return needs_norm(plan) or plan.log_gradients > 0
+
+
+# -- Speculation -----------------------------------------------------------------------------------
+
+
+RECENT_STEPS = 8  # The plan limits how many of this many last steps may be clipped.
+
+
+def can_speculate(plan: Plan) -> bool:
+    """Return whether steps of a plan may run updates before the norm is known.
+
+    A clipped step can be corrected if its gradients are in memory, or if the loop can run it again.
+    The committed generation must be that of the step before, so every step commits.
+    """
+    waits = needs_all_gradients(plan) and plan.overlap and plan.update_mode != "serial"
+    correctable = plan.can_rerun or not plan.spilled_gradients
+    return waits and correctable and plan.commit.every_step
+
+
+def speculates(
+    plan: Plan,
+    *,
+    clipped: Sequence[bool],
+    same_order: bool,
+    repeatable: bool,
+    factor_is_known: bool,
+) -> bool:
+    """Return whether the next backward runs updates before the norm is known.
+
+    `clipped` says for each of the last RECENT_STEPS steps, oldest first, whether it was clipped.
+    `same_order` states that the model calls its blocks in the order of the previous step, so that
+    the whole backward can be scheduled. `repeatable` states that no buffer has changed and that no
+    parameter has a gradient hook, so a second run of the batch has the same result.
+    `factor_is_known` states that this is such a second run.
+    """
+    if not same_order or factor_is_known:
+        return same_order
+    correctable = repeatable or not plan.spilled_gradients
+    unclipped = bool(clipped) and not clipped[-1]
+    few_clipped = sum(clipped) <= plan.most_clipped * RECENT_STEPS
+    return can_speculate(plan) and correctable and unclipped and few_clipped
 
 
 # -- The rules -------------------------------------------------------------------------------------
@@ -134,75 +163,49 @@ class Rule:
     condition: str
     runs: str
     committed: str
-    # Returns whether the rule applies to a step, given whether it speculates. None: this is decided
-    # when backward has ended (engine/step.py).
-    applies: Callable[[UpdateOptions, bool], bool] | None
-    update: Update = Update.BACKWARD
-    late: Update = Update.NEXT_FORWARD  # when the groups that `balanced` defers are updated
+    # Returns whether the rule applies to a step, given whether it speculates.
+    applies: Callable[[UpdateOptions, bool], bool]
+    update: Phase = Phase.BACKWARD
+    late: Phase = Phase.NEXT_FORWARD  # when the groups that `balanced` defers are updated
 
 
 RULES = (
-    Rule(
-        "fp16 overflow",
-        "not at all; the step is skipped",
-        "at once, or with the next commit",
-        None,
-    ),
     Rule(
         "`--log-gradients K`",
         "in the next forward, before the block is used, from the last full state and the "
         "[log](#a-log-of-gradients)",
         "when its gradients are appended to the log",
         lambda o, speculates: o.logs,
-        Update.NEXT_FORWARD,
+        Phase.NEXT_FORWARD,
     ),
     Rule(
         '`update_mode = "serial"`, or `--no-overlap` with clipping or fp16',
         "after backward",
         "after the updates",
-        lambda o, speculates: o.mode == "serial" or (not o.overlap and o.gate is Gate.NORM),
-        Update.AFTER_BACKWARD,
-        Update.AFTER_BACKWARD,
+        lambda o, speculates: o.mode == "serial" or (not o.overlap and o.needs_all_gradients),
+        Phase.AFTER_BACKWARD,
+        Phase.AFTER_BACKWARD,
     ),
     Rule(
         "`--no-overlap` otherwise",
         "in backward, after the last use of the block, one action at a time",
-        "at the end of backward",
+        "after the updates",
         lambda o, speculates: not o.overlap,
-        late=Update.AFTER_BACKWARD,
+        late=Phase.AFTER_BACKWARD,
     ),
     Rule(
-        "no clipping, not fp16; `naive`",
-        "in backward, one chunk after the other",
-        "at the end of backward",
-        lambda o, speculates: o.gate is Gate.NONE and o.mode == "naive",
+        "no clipping, not fp16",
+        "in backward, after the last use of the block; with `balanced`, some blocks in the next "
+        "forward, before the block is used",
+        "after the updates",
+        lambda o, speculates: not o.needs_all_gradients,
     ),
     Rule(
-        "no clipping, not fp16; `optimized`",
-        "in backward, with several chunks in flight",
-        "at the end of backward",
-        lambda o, speculates: o.gate is Gate.NONE and o.mode == "optimized",
-    ),
-    Rule(
-        "no clipping, not fp16; `balanced`",
-        "in backward; for the last blocks, in the next forward before the block is used",
-        "at the end of backward, or after the deferred updates",
-        lambda o, speculates: o.gate is Gate.NONE,
-    ),
-    Rule(
-        "clipping or fp16; every step is committed, the previous step was not clipped, few of the "
-        "last eight were, and this one is not",
-        "in backward, without waiting for the norm (speculation)",
-        "at the start of the next forward",
+        "clipping or fp16; [the step speculates](#steps-that-speculate)",
+        "in backward, after the last use of the block, without waiting for the norm",
+        "at the start of the next forward, if the step is not clipped",
         lambda o, speculates: speculates,
-        late=Update.BACKWARD,
-    ),
-    Rule(
-        "the same, but this step is clipped",
-        "in backward; then the updates are rolled back and repeated with the clip factor, or the "
-        "step runs again",
-        "after the repeated updates",
-        None,
+        late=Phase.BACKWARD,
     ),
     Rule(
         "clipping or fp16 in any other case, for example the first step, or commits by interval",
@@ -210,14 +213,14 @@ RULES = (
         "or on SSD",
         "in the next forward or the backward after it",
         lambda o, speculates: True,
-        Update.NEXT_FORWARD,
+        Phase.NEXT_FORWARD,
     ),
 )
 
 
 def rule_of(options: UpdateOptions, *, speculates: bool = False) -> Rule:
     """Return the first rule that applies to a step."""
-    return next(r for r in RULES if r.applies is not None and r.applies(options, speculates))
+    return next(rule for rule in RULES if rule.applies(options, speculates))
 
 
 def table() -> list[str]:
@@ -240,7 +243,6 @@ class StepPlacement:
     """The placements of all groups in one step, by number. Frozen groups have None."""
 
     groups: tuple[Placement | None, ...]
-    gate: Gate
     mode: str
     speculates: bool  # updates in backward do not wait for the norm; the end of the step does
     commits: bool
@@ -251,7 +253,7 @@ class StepPlacement:
         return tuple(
             number
             for number, placement in enumerate(self.groups)
-            if placement is not None and placement.update is not Update.BACKWARD
+            if placement is not None and placement.update is not Phase.BACKWARD
         )
 
     @cached_property
@@ -259,18 +261,13 @@ class StepPlacement:
         """True if no update runs in backward, so the drives have little to do in backward."""
         return len(self.held) == sum(placement is not None for placement in self.groups)
 
-    @property
-    def in_next_forward(self) -> bool:
-        """True if the next forward ends the step, after updates or after the norm is accepted."""
-        return self.speculates or any(
-            placement is not None and placement.update is Update.NEXT_FORWARD
-            for placement in self.groups
-        )
-
-    @property
-    def ends_in_backward(self) -> bool:
-        """Whether the step ends with backward, after all updates."""
-        return not self.held and not self.speculates
+    @cached_property
+    def ends(self) -> Phase:
+        """The phase in which the step ends: that of its last update, or of accepting the norm."""
+        updated = {placement.update for placement in self.groups if placement is not None}
+        if self.speculates or Phase.NEXT_FORWARD in updated:
+            return Phase.NEXT_FORWARD
+        return Phase.AFTER_BACKWARD if Phase.AFTER_BACKWARD in updated else Phase.BACKWARD
 
     def of(self, group: int) -> Placement:
         """Return the placement of a trained group."""
@@ -293,7 +290,7 @@ def place(
     written = Persist.NOW
     if not commits:
         written = Persist.AT_COMMIT
-    elif all(phase is not Update.BACKWARD for phase in update.values()):
+    elif all(phase is not Phase.BACKWARD for phase in update.values()):
         written = Persist.BEHIND  # The drives have little to do in the backward that follows.
     cached: dict[int, set[int]] = {}
     for group, chunk in spec.host_cached_state:
@@ -303,7 +300,7 @@ def place(
     def placed(group: int) -> Placement | None:
         if group not in update:
             return None
-        held = update[group] is not Update.BACKWARD
+        held = update[group] is not Phase.BACKWARD
         stays = group in weights
         return Placement(
             update=update[group],
@@ -316,7 +313,6 @@ def place(
 
     return StepPlacement(
         groups=tuple(map(placed, range(len(spec.chunks)))),
-        gate=options.gate,
         mode=options.mode,
         speculates=speculates,
         commits=commits,

@@ -17,7 +17,7 @@ from lohan.schedule.actions import (
     ScheduleSpec,
     empty_buffers,
 )
-from lohan.schedule.placement import StepPlacement, UpdateOptions, place
+from lohan.schedule.placement import Phase, StepPlacement, UpdateOptions, place
 
 STEADY_AFTER = 3  # number of steps after which the use of slots and rings is periodic
 
@@ -151,7 +151,7 @@ def chain_of(
     `commits` says for each step whether it commits, `speculates` whether it runs updates before the
     norm is known. Steps beyond the end of `speculates` speculate if the options allow it.
     """
-    buffers, before = empty_buffers(spec, waits=waits), None
+    buffers, previous = empty_buffers(spec, waits=waits), None
     compiled: dict[tuple[bool, bool], StepPlacement] = {}
     for number, commit in enumerate(commits):
         can = order.updates.can_speculate
@@ -160,8 +160,8 @@ def chain_of(
             compiled[way] = place(spec, order.updates, speculates=way[0], commits=commit)
         placed = compiled[way]
         build = _overlapped if order.updates.overlap else _plain
-        phases, buffers = build(spec, buffers, order, placed, before)
-        before = placed
+        phases, buffers = build(spec, buffers, order, placed, previous)
+        previous = placed
         yield phases
 
 
@@ -170,19 +170,20 @@ def _overlapped(
     buffers: BufferState,
     order: ExecutionOrder,
     placed: StepPlacement,
-    before: StepPlacement | None,
+    previous: StepPlacement | None,
 ) -> tuple[Phases, BufferState]:
-    """Return the phases of a step, including the work that the step `before` left to forward."""
-    pending = before if before is not None and before.in_next_forward else None
-    forward, buffers = sched.forward(spec, buffers, order.forward, pending)
+    """Return the phases of a step, including the work that the previous one left to forward."""
+    if previous is not None and previous.ends is not Phase.NEXT_FORWARD:
+        previous = None  # It has ended.
+    forward, buffers = sched.forward(spec, buffers, order.forward, previous)
     unreached = _unreached(spec, order)
     backward, buffers = sched.backward(spec, buffers, order.backward, placed, unreached=unreached)
     if spec.log:
         end, buffers = sched.commit_log(spec, buffers)
         backward += end
     after: Schedule = ()
-    if not placed.ends_in_backward and not placed.in_next_forward:
-        after, buffers = sched.forward(spec, buffers, (), placed)
+    if placed.ends is Phase.AFTER_BACKWARD:
+        after, buffers = sched.finish_step(spec, buffers, placed)
     return {"forward": forward, "backward": backward, "after backward": after}, buffers
 
 
@@ -191,7 +192,7 @@ def _plain(
     buffers: BufferState,
     order: ExecutionOrder,
     placed: StepPlacement,
-    before: StepPlacement | None,
+    previous: StepPlacement | None,
 ) -> tuple[Phases, BufferState]:
     """Return the phases of a step without overlap, in which each site is scheduled on demand."""
     forward: list[Action] = []
@@ -207,8 +208,8 @@ def _plain(
     schedule, buffers = sched.updates(spec, buffers, _unreached(spec, order), placed, end=True)
     backward += schedule
     after: Schedule = ()
-    if not placed.ends_in_backward:
-        after, buffers = sched.forward(spec, buffers, (), placed)
+    if placed.ends is not Phase.BACKWARD:
+        after, buffers = sched.finish_step(spec, buffers, placed)
     return {
         "forward": tuple(forward),
         "backward": tuple(backward),

@@ -19,7 +19,7 @@ from uuid import uuid4
 import numpy as np
 import numpy.typing as npt
 
-from lohan.errors import ChecksumError, StorageIOError, StoreError
+from lohan.errors import StorageIOError, StoreError
 from lohan.store import files
 from lohan.store.extents import Extent, Region, plan_layout
 from lohan.store.files import (
@@ -57,7 +57,14 @@ from lohan.store.manifest import (
     write_identities,
     write_manifest,
 )
-from lohan.store.transfers import Counters, Ticket, Transfers, check_buffer, wait_for_all
+from lohan.store.transfers import (
+    Counters,
+    Ticket,
+    Transfers,
+    check_buffer,
+    compare_checksums,
+    wait_for_all,
+)
 from lohan.util.units import counted
 
 Barrier = Callable[[], None]
@@ -133,18 +140,6 @@ class Verification:
 
     def mark_verified(self, indices: int | npt.NDArray[np.intp]) -> None:
         self._unverified[indices] = False
-
-
-def _compare(
-    volume: Volume, disk_slot: int, extent: Extent, actual: int, *, expected: int | None
-) -> None:
-    if actual != expected:
-        raise ChecksumError(
-            f"{chunk_name(extent)}: CRC-32C of {extent.nbytes} bytes at offset {extent.offset}"
-            f" of {volume.path(disk_slot, extent)} is {actual:#010x}, {expected:#010x}"
-            " expected: the drive returned other bytes than were written; check the drive,"
-            " then restore a snapshot or start the run again"
-        )
 
 
 class Store:
@@ -523,22 +518,11 @@ class Store:
         After a DeadlineError or an interrupt the I/O is still in flight; wait again, discard or
         close.
         """
-        self._transfers.wait(ticket, timeout_s)
-        disk_slot, extent = ticket.disk_slot, ticket.extent
-        try:
-            checked = ticket.kind == "read" and ticket.crc is not None
-            if checked:
-                actual = checksum(ticket.buffer)
-                _compare(self._volume, disk_slot, extent, actual, expected=ticket.crc)
+        if self._transfers.wait(ticket, timeout_s):
             with self._lock:
-                self._transfers.count(ticket)
                 current = self._volume.disk_slot_of(self.generation), FIXED_DISK_SLOT
-                if ticket.kind == "write":
-                    self._tracker.mark_written(ticket)
-                elif checked and disk_slot in current:
-                    self._verification.mark_verified(extent.index)
-        finally:
-            self._transfers.release(ticket.kind, disk_slot, extent)
+                if ticket.disk_slot in current:
+                    self._verification.mark_verified(ticket.extent.index)
 
     def wait_all(self, tickets: Iterable[Ticket]) -> None:
         """Wait for all tickets, then raise the first error."""
@@ -630,7 +614,7 @@ class Store:
                 self._volume.wait(number, self._transfers.timeout_s)
                 digest = checksum(part, digest)
             expected = int(self._verification.checksums[extent.index])
-            _compare(self._volume, disk_slot, extent, digest, expected=expected)
+            compare_checksums(self._volume, disk_slot, extent, digest, expected=expected)
         except DeadlineError as error:  # The kernel may still write to the buffer.
             raise self._volume.io_error("read", disk_slot, extent, error) from error
         except StorageIOError as error:

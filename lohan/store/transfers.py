@@ -16,7 +16,7 @@ from typing import Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from lohan.errors import LohanError, StorageIOError, StoreError
+from lohan.errors import ChecksumError, LohanError, StorageIOError, StoreError
 from lohan.store.extents import Extent, Layout
 from lohan.store.io_engine import (
     SCRATCH_DISK_SLOT,
@@ -25,6 +25,7 @@ from lohan.store.io_engine import (
     Volume,
     chunk_name,
 )
+from lohan.store.manifest import checksum
 from lohan.util.units import PAGE
 
 Kind = Literal["read", "write"]
@@ -195,6 +196,19 @@ def check_buffer(extent: Extent, buffer: Buffer) -> None:
         raise StoreError(f"{chunk_name(extent)}: the buffer's address is no multiple of {PAGE}")
 
 
+def compare_checksums(
+    volume: Volume, disk_slot: int, extent: Extent, actual: int, *, expected: int | None
+) -> None:
+    """Raise ChecksumError if the bytes of a chunk are not those that were written."""
+    if actual != expected:
+        raise ChecksumError(
+            f"{chunk_name(extent)}: CRC-32C of {extent.nbytes} bytes at offset {extent.offset}"
+            f" of {volume.path(disk_slot, extent)} is {actual:#010x}, {expected:#010x}"
+            " expected: the drive returned other bytes than were written; check the drive,"
+            " then restore a snapshot or start the run again"
+        )
+
+
 def wait_for_all(wait: Callable[[AnyTicket], None], tickets: Iterable[AnyTicket]) -> None:
     """Wait for all tickets, then raise the first error.
 
@@ -262,8 +276,8 @@ class Transfers:
         self._put_back(ticket)
         return ticket
 
-    def wait(self, ticket: Ticket, timeout_s: float | None) -> None:
-        """Wait for a transfer, whose chunk stays reserved, unless the transfer has failed.
+    def wait(self, ticket: Ticket, timeout_s: float | None) -> bool:
+        """Wait for a transfer, release its chunk, and return whether its data was verified.
 
         After a DeadlineError or an interrupt, the transfer is still in flight and outstanding.
         """
@@ -282,13 +296,20 @@ class Transfers:
         except BaseException:
             self._put_back(ticket)
             raise
-
-    def count(self, ticket: Ticket) -> None:
-        """Count the bytes of a completed transfer. The caller holds the lock."""
-        if ticket.kind == "write":
-            self._bytes_written += ticket.buffer.nbytes
-        else:
-            self._bytes_read += ticket.buffer.nbytes
+        try:
+            due = kind == "read" and ticket.crc is not None
+            if due:
+                actual = checksum(ticket.buffer)
+                compare_checksums(self._volume, disk_slot, extent, actual, expected=ticket.crc)
+            with self.lock:
+                if kind == "write":
+                    self._bytes_written += ticket.buffer.nbytes
+                    self.tracker.mark_written(ticket)
+                else:
+                    self._bytes_read += ticket.buffer.nbytes
+        finally:
+            self.release(kind, disk_slot, extent)
+        return due
 
     def release(self, kind: Kind, disk_slot: int, extent: Extent) -> None:
         with self.lock:

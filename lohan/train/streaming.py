@@ -164,8 +164,8 @@ def open_stream(
             store = undo.enter_context(created)
         to_meta(model)
         context = PlanContext(blocks, PlanOptions(dtype=dtype), None, host, None, opened, room)
-        run = partial(make_executor, model, context, store, NO_UPDATES, Trace())
-        yield undo.enter_context(Session(model, context, run, plan))
+        executor_for = partial(make_executor, model, context, store, NO_UPDATES, Trace())
+        yield undo.enter_context(Session(model, context, executor_for, plan))
 
 
 def _plan(

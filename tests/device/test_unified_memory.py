@@ -186,7 +186,7 @@ def test_updates_have_a_thread_beside_compute(tmp_path):
         place = tmp_path / device.name
         place.mkdir()
         with attached(small_net(), place, device=device, engine=memory_engine()) as session:
-            assert (session.executor.lanes._updates is not None) == on_caller
+            assert (session.executor.lanes._caller_jobs is not None) == on_caller
 
 
 def test_takes_profiles_of_the_same_kind_of_machine_only():

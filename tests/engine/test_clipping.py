@@ -12,7 +12,7 @@ from torch import nn
 
 import lohan
 from lohan import _core
-from lohan.schedule.placement import Gate, gate_of
+from lohan.schedule.placement import needs_all_gradients
 from lohan.store.files import SCRATCH
 from tests.support.delayed_runs import PlanTuning, memory_engine, net_batches, small_net, tune_plans
 from tests.support.models import assert_close, attached, decay_groups, loss_of, lr, master_weights
@@ -136,7 +136,7 @@ def test_bf16_equals_torch(kind, side, tmp_path, monkeypatch):
 def test_without_clipping_nothing_is_held(tmp_path, monkeypatch):
     tune_plans(monkeypatch, PlanTuning())
     with attached(small_net("tied"), tmp_path, clip=0.0, update_mode="optimized") as session:
-        assert gate_of(session.plan) is Gate.NONE
+        assert not needs_all_gradients(session.plan)
         assert not any(region.scratch for region in session.store.layout.regions)
         seen = []
         original = session.executor.runner.run

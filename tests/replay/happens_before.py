@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lohan.schedule.actions import Action, ScheduleSpec
-from lohan.schedule.placement import Gate, UpdateOptions
+from lohan.schedule.placement import UpdateOptions
 from lohan.schedule.simulate import simulate
 from lohan.schedule.steps import ExecutionOrder, chain_of
 from lohan.util.trace import LANES
@@ -152,7 +152,7 @@ def chain(spec: ScheduleSpec, order: Order) -> list[tuple[Action, ...]]:
         backward=sites[::-1],
         updates=UpdateOptions(
             mode=order.update_mode,
-            gate=Gate.NORM if order.deferred == "all" else Gate.NONE,
+            needs_all_gradients=order.deferred == "all",
             late=frozenset(late),
             overlap=order.overlap,
             every_step_commits=all(order.commits),

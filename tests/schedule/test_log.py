@@ -8,7 +8,7 @@ from lohan.errors import LohanError
 from lohan.schedule import phases
 from lohan.schedule.actions import Action, ScheduleSpec, effects_of
 from lohan.schedule.ops import Effect, Op, Operation
-from lohan.schedule.placement import Gate, UpdateOptions
+from lohan.schedule.placement import UpdateOptions
 from lohan.schedule.steps import ExecutionOrder, chain_of, check_order
 
 FROZEN = 1
@@ -39,7 +39,7 @@ SPECS = {
 ORDER = ExecutionOrder(
     forward=(0, 1, 2, 3, 4, 5),
     backward=(5, 4, 3, 2, 1, 0),
-    updates=UpdateOptions(logs=True, gate=Gate.NORM, every_step_commits=False),
+    updates=UpdateOptions(logs=True, needs_all_gradients=True, every_step_commits=False),
 )
 
 

@@ -21,6 +21,7 @@ from lohan.schedule.ops import Op
 from lohan.schedule.phases import (
     Upcoming,
     backward,
+    finish_step,
     forward,
     one_backward,
     updates,
@@ -174,7 +175,7 @@ def test_state_in_memory_is_written_beside_the_next_backward():
         (forward(spec, buffers, (0, 1), training=False), "F0"),
     ):
         assert [action.name for action in phase[0]][:3] == ["W0.0", "C", rest]
-    schedule, _ = forward(spec, before, (), placed_step(spec, late=(0, 1)))
+    schedule, _ = finish_step(spec, before, placed_step(spec, late=(0, 1)))
     assert [action.name for action in schedule][-2:] == ["W0.0", "C"]
     schedule, _ = forward(spec, before, (0, 1), placed_step(spec, late=(0,)))
     assert [action.name for action in schedule if action.kind in "WCF"] == ["W0.0", "C", "F0", "F1"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,15 +13,16 @@ from lohan.errors import LohanError
 from lohan.schedule.actions import ScheduleSpec
 from lohan.schedule.placement import (
     RULES,
-    Gate,
     Persist,
-    Update,
+    Phase,
     UpdateOptions,
     place,
     rule_of,
+    speculates,
     table,
 )
 from lohan.schedule.steps import ExecutionOrder, check_order, steady_step
+from lohan.util.units import EVERY_STEP, Interval
 
 SPEC = ScheduleSpec(  # the first group is used twice; the last is resident
     sites=((0,), (1,), (2,), (0,)),
@@ -41,7 +43,7 @@ def names(order: ExecutionOrder, spec: ScheduleSpec = SPEC) -> dict[str, list[st
 
 
 def test_updates_follow_the_order():
-    waits = UpdateOptions(gate=Gate.NORM)
+    waits = UpdateOptions(needs_all_gradients=True)
     now, held = names(ORDER), replace(ORDER, updates=waits)
     assert list(now) == ["forward", "backward"] and now["backward"][-1] == "C"
     assert not any(name[0] == "U" for name in now["forward"])
@@ -50,7 +52,7 @@ def test_updates_follow_the_order():
     assert sum(name[0] == "U" for name in waiting["forward"]) == sum(SPEC.chunks)
     assert sum(name[0] == "H" for name in waiting["backward"]) == len(SPEC.chunks)
     for updates in (replace(waits, mode="serial"), replace(waits, overlap=False)):
-        assert rule_of(updates).update is Update.AFTER_BACKWARD
+        assert rule_of(updates).update is Phase.AFTER_BACKWARD
         after = names(replace(ORDER, updates=updates))["after backward"]
         assert sum(name[0] == "U" for name in after) == sum(SPEC.chunks) and after[-1] == "C"
 
@@ -87,30 +89,76 @@ def test_the_documentation_shows_the_rules():
 @pytest.mark.parametrize(
     ("options", "speculates", "update"),
     [
-        (UpdateOptions(mode="serial"), False, Update.AFTER_BACKWARD),
-        (UpdateOptions(gate=Gate.NORM, overlap=False), False, Update.AFTER_BACKWARD),
-        (UpdateOptions(overlap=False), False, Update.BACKWARD),
-        (UpdateOptions(mode="naive"), False, Update.BACKWARD),
-        (UpdateOptions(gate=Gate.NORM), True, Update.BACKWARD),
-        (UpdateOptions(gate=Gate.NORM), False, Update.NEXT_FORWARD),
-        (UpdateOptions(gate=Gate.NORM, mode="balanced"), False, Update.NEXT_FORWARD),
+        (UpdateOptions(mode="serial"), False, Phase.AFTER_BACKWARD),
+        (UpdateOptions(needs_all_gradients=True, overlap=False), False, Phase.AFTER_BACKWARD),
+        (UpdateOptions(overlap=False), False, Phase.BACKWARD),
+        (UpdateOptions(mode="naive"), False, Phase.BACKWARD),
+        (UpdateOptions(needs_all_gradients=True), True, Phase.BACKWARD),
+        (UpdateOptions(needs_all_gradients=True), False, Phase.NEXT_FORWARD),
+        (UpdateOptions(needs_all_gradients=True, mode="balanced"), False, Phase.NEXT_FORWARD),
     ],
 )
 def test_update_options_decide_where_updates_are_placed(options, speculates, update):
     result = place(SPEC, options, speculates=speculates)
     assert {placement.update for placement in result.groups} == {update}
-    assert result.all_held is (update is not Update.BACKWARD)
-    assert result.ends_in_backward is (update is Update.BACKWARD and not speculates)
+    assert result.all_held is (update is not Phase.BACKWARD)
+    assert result.ends is (Phase.NEXT_FORWARD if speculates else update)
 
 
 def test_cached_chunks_are_persisted_when_the_drives_are_idle():
     spec = replace(SPEC, host_cached_state=((3, 0), (1, 2)))
     for options, commits, wanted in (
         (UpdateOptions(), True, Persist.NOW),
-        (UpdateOptions(gate=Gate.NORM), True, Persist.BEHIND),
-        (UpdateOptions(gate=Gate.NORM), False, Persist.AT_COMMIT),
+        (UpdateOptions(needs_all_gradients=True), True, Persist.BEHIND),
+        (UpdateOptions(needs_all_gradients=True), False, Persist.AT_COMMIT),
     ):
         result = place(spec, options, commits=commits)
         assert result.of(3).persist_of(0) is wanted
         # Their weights are not cached, so they are written in any case.
         assert {result.of(1).persist_of(chunk) for chunk in range(3)} == {Persist.NOW}
+
+
+@pytest.mark.parametrize(
+    ("plan", "step", "expected"),
+    [
+        ({}, {}, True),
+        ({"dtype": "fp16", "clip": 0.0}, {}, True),
+        ({"clip": 0.0}, {}, False),
+        ({"overlap": False}, {}, False),
+        ({"update_mode": "serial"}, {}, False),
+        ({"commit": Interval(steps=10)}, {}, False),
+        ({}, {"clipped": ()}, False),
+        ({}, {"clipped": (False, True)}, False),
+        ({}, {"clipped": (True, True, False)}, True),
+        ({}, {"clipped": (True, True, True, False)}, False),
+        ({"most_clipped": -1.0}, {}, False),
+        ({}, {"same_order": False}, False),
+        ({}, {"repeatable": False}, True),
+        ({"spilled_gradients": ("a",)}, {}, False),
+        ({"spilled_gradients": ("a",), "can_rerun": True}, {}, True),
+        ({"spilled_gradients": ("a",), "can_rerun": True}, {"repeatable": False}, False),
+        ({}, {"factor_is_known": True, "clipped": (True,)}, True),
+        ({}, {"factor_is_known": True, "same_order": False}, False),
+    ],
+)
+def test_a_step_speculates_only_if_it_can_be_corrected_and_is_likely_to_be_accepted(
+    plan, step, expected
+):
+    defaults = {
+        "clip": 1.0,
+        "dtype": "fp32",
+        "update_mode": "balanced",
+        "overlap": True,
+        "log_gradients": 0,
+        "commit": EVERY_STEP,
+        "can_rerun": False,
+        "spilled_gradients": (),
+        "most_clipped": 0.25,
+    }
+    usual = {
+        "clipped": (False,),
+        "same_order": True,
+        "repeatable": True,
+        "factor_is_known": False,
+    }
+    assert speculates(SimpleNamespace(**(defaults | plan)), **(usual | step)) is expected

@@ -31,7 +31,7 @@ from lohan.model.plan import MOST_CLIPPED, Plan
 from lohan.planner.activations import HOST_ONLY
 from lohan.planner.planner import Planned, PlanProblem, closed_form_plan, make_plan
 from lohan.schedule.actions import Action
-from lohan.schedule.placement import Gate, gate_of
+from lohan.schedule.placement import needs_all_gradients
 from lohan.store.io_engine import IOEngine
 from tests.support.models import attached, batches, save_model, small_model, stored_bytes
 from tests.support.stores import MemoryEngine
@@ -183,7 +183,7 @@ class PlanTuning:
             return tuple(x for i, x in enumerate(items) if int((i + 1) * share) > int(i * share))
 
         weights, state = some(keys, self.cached), some(chunks, self.cached)
-        balanced = plan.update_mode == "balanced" and plan.overlap and gate_of(plan) is Gate.NONE
+        balanced = plan.update_mode == "balanced" and plan.overlap and not needs_all_gradients(plan)
         return replace(
             plan,
             chunk_params=CHUNK_PARAMS,
@@ -193,7 +193,7 @@ class PlanTuning:
             grad_groups=self.grads,
             host_cached_weights=weights,
             host_cached_state=state,
-            spilled_gradients=some(keys, self.spilled) if gate_of(plan) is Gate.NORM else (),
+            spilled_gradients=some(keys, self.spilled) if needs_all_gradients(plan) else (),
             deferred=some(keys, self.deferred) if balanced else (),
             device_slots=widest + self.device_slots if plan.device_slots else 0,
             device_grads=self.device_grads,

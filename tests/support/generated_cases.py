@@ -15,8 +15,16 @@ from lohan.model.machine import Drive, Profile
 from lohan.model.shapes import Activation, BlockShape, ModelShape
 from lohan.schedule.actions import Action, BufferState, Schedule, ScheduleSpec, empty_buffers
 from lohan.schedule.check import validate
-from lohan.schedule.phases import backward, forward, last_uses, one_backward, updates, write_behind
-from lohan.schedule.placement import Gate, StepPlacement, UpdateOptions, place
+from lohan.schedule.phases import (
+    backward,
+    finish_step,
+    forward,
+    last_uses,
+    one_backward,
+    updates,
+    write_behind,
+)
+from lohan.schedule.placement import StepPlacement, UpdateOptions, place
 
 # -- grids of settings -----------------------------------------------------------------------------
 
@@ -86,8 +94,7 @@ def placed_step(
     commits: bool = True,
 ) -> StepPlacement:
     """Return the placements of a step in which the `late` groups are updated in forward."""
-    gate = Gate.NORM if speculates else Gate.NONE
-    options = UpdateOptions(mode=mode, late=frozenset(late), gate=gate)
+    options = UpdateOptions(mode=mode, late=frozenset(late), needs_all_gradients=speculates)
     return place(spec, options, speculates=speculates, commits=commits)
 
 
@@ -214,12 +221,12 @@ class ScheduleChain:
                 if final:
                     self.add(updates(self.spec, self.buffers, final, now))
             self.add(updates(self.spec, self.buffers, rest, now, end=True))
-        left: StepPlacement | None = now
+        previous: StepPlacement | None = now
         if self.run.mode == "serial":
-            self.add(forward(self.spec, self.buffers, (), now))
-            left = None
+            self.add(finish_step(self.spec, self.buffers, now))
+            previous = None
         order = after.order if after is not None and after.ahead else step.order
-        self.add(forward(self.spec, self.buffers, order, left))
+        self.add(forward(self.spec, self.buffers, order, previous))
 
 
 def chain_of(run: ScheduledRun) -> Schedule:
