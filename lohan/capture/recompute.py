@@ -55,7 +55,7 @@ class RunAhead:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._ends: deque[Event] = deque()  # end marks of the slices that may not have finished
+        self._ends: deque[Event] = deque()  # end marks of the slices that might still run
 
     @contextmanager
     def slice(self) -> Iterator[None]:
@@ -140,7 +140,8 @@ class BlockState:
         for module, old in zip(self._modules, before.attributes, strict=True):
             current = vars(module)
             if current.keys() == old.keys() and all(map(is_, current.values(), old.values())):
-                continue  # the usual case, in which the order is the same too
+                # The usual case: neither a value nor the order of the attributes has changed.
+                continue
             for key in (current.keys() | old.keys()) - {_HOOKED}:
                 if current.get(key, _ABSENT) is not (was := old.get(key, _ABSENT)):
                     saved.append(((current, key), was))

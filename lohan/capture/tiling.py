@@ -485,7 +485,10 @@ def find_parts(
 
 
 def _find_cuts(module: nn.Module, forward: Forward, args: Any, kwargs: Any) -> Cuts | None:
-    """Return the cuts of a block's parts, or None if it does not run on fake tensors."""
+    """Return the tile cuts of the parts of a block that can run in tiles.
+
+    Return None, after a warning, if the block does not run on fake tensors.
+    """
     stream = _stream((args, kwargs))
     assert stream is not None
     sizes = stream.shape[-2], stream.numel() // stream.shape[-1]

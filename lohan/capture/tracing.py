@@ -338,7 +338,7 @@ class Inventory:
         return self._bytes[chosen]
 
     def offloaded_bytes(self, names: Iterable[str], share: float) -> int:
-        """Return the bytes that a slice offloads.
+        """Return the bytes that a slice offloads if it keeps the activations called `names`.
 
         `share` is the size of the slice relative to the traced slice.
         """

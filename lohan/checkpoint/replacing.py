@@ -286,10 +286,10 @@ _WEIGHTS = re.compile(r"(\w+?)(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 @contextmanager
 def joining(target: Path) -> Iterator[Path]:
-    """Yield the path at which to write a folder whose files are then added to `target`.
+    """Yield the path of a new folder, and add its files to `target` after the `with` body.
 
-    The written folder must have a mark with SAVED as its run id. Either all of its files are added
-    or, on an error, none.
+    The body must create the folder, with a mark (`write_mark`) that has SAVED as its run id. If the
+    body fails, no file is added.
     """
     created = [path for path in (target, *target.parents) if not path.exists()]
     partial, complete = target / NEW, target / COMPLETE

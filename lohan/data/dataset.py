@@ -630,9 +630,9 @@ def write_fields(
 ) -> None:
     """Write the examples of several files to `folder`, atomically.
 
-    All examples must have the same fields, which is not checked.
-
-    `about` is called after all examples were read. `show` renders the first example as text.
+    All examples must have the same fields, which is not checked. `about` returns further facts for
+    the description of the dataset. It is called after all examples were read, so it may count
+    them. `show` renders the first example as text.
     """
     part: dict[str, Path] = {}
     with all_or_nothing(folder, part, doing="preparing the data"):

@@ -562,9 +562,9 @@ class ImageFiles:
 
 @dataclass
 class Conversations:
-    """Converts conversations with images to examples and batches.
+    """A converter of conversations with images to examples and batches.
 
-    Holds the processor, the images found so far, and counts of cut and dropped examples.
+    It contains the processor, the images found so far, and counts of cut and dropped examples.
     """
 
     processor: Any

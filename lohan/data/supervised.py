@@ -497,7 +497,7 @@ class Preferences:
     sequences: Dataset
     members: np.ndarray  # numbers of the rows that are used
     batch_rows: int  # number of rows in a training batch
-    objective: Any = None  # copied into each batch
+    objective: Any = None  # the preference loss with its settings; copied into each batch
     # Log-probabilities of the reference model, [rows, 2].
     reference: np.ndarray | None = field(default=None, repr=False)
 

@@ -355,7 +355,10 @@ ALONE = ProcessGroup()
 
 
 class SeveralRanks(ProcessGroup):
-    """The group of several ranks, created by `join`; `peers` has the process of every rank."""
+    """The group of several ranks, created by `join`.
+
+    `peers` contains the host name and the process ID of every rank, in the order of the ranks.
+    """
 
     def __init__(
         self,

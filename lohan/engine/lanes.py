@@ -450,7 +450,8 @@ class Lanes:
         self._finish_launched()
         first = self._compute[0].number if self._compute else self._enqueued + 1
         self._threads.cancel_from(first)
-        for job in self._compute:  # Lanes that wait for a cancelled action must not wait longer.
+        # Lanes that wait for a cancelled action must not wait longer.
+        for job in self._compute:
             job.done.set()
         self._compute.clear()
         if self._updates is not None:
@@ -503,7 +504,7 @@ class Lanes:
             seen, since = self._progress.finished, time.monotonic()
             while not job.done.is_set():
                 self._progress.raise_if_failed()
-                # Only updates run on the caller's thread, so nothing else needs to wake it.
+                # If updates have their own thread, only the end of the job needs to wake this one.
                 if self._updates is None:
                     job.done.wait(0.2)
                     self._progress.raise_if_failed()

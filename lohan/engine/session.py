@@ -164,9 +164,10 @@ class Session:
         return self.execution.take_finished()
 
     def flush(self) -> None:
-        """Wait for the updates of every finished step and, if every step commits, for its commit.
+        """Wait until the updates of every finished step are done.
 
-        A loop does not need this, because the next forward waits for what it uses.
+        Steps that commit are then durable. With a commit interval, call `commit` to make the last
+        step durable. A loop does not need this, because the next forward waits for what it uses.
         """
         self.executor.flush()
 

@@ -205,7 +205,11 @@ class Uses:
             sink.expect(key)
 
     def claim(self, executor: Executor, name: str) -> None:
-        """Raise an error if this call may not run its backward; `name` is the name of the block."""
+        """Mark the backward of this call as started.
+
+        Raise an error if it has run already, or if the weights have changed since the forward.
+        `name` is the name of the block in the message.
+        """
         if self._withdraw.detach() is None:
             raise LohanError(
                 f"{name}: backward ran twice through the same forward; every forward takes one "

@@ -64,7 +64,7 @@ class BlockShape:
     linear_ends: int = 0  # Sum of the input and output widths of all its linear layers.
 
     def adapter_parameters(self, rank: int) -> int:
-        """Return the parameters of adapters of this rank on all linear layers of the block."""
+        """Return the number of parameters of LoRA adapters on all linear layers of the block."""
         return rank * self.linear_ends
 
     def flops_at(self, seq: int) -> float:
@@ -531,8 +531,10 @@ class _Gated:
     kv_heads: int | None = None
     head_dim: int | None = None
     tied: bool = False
-    qkv_bias: bool | None = False  # None: as in `attention_bias`, which then includes the output.
-    attention_bias: bool = False  # Default of that key.
+    # Whether query, key and value have a bias. None: the key `attention_bias` decides, also for the
+    # output projection.
+    qkv_bias: bool | None = False
+    attention_bias: bool = False  # Default of the key `attention_bias`.
     mlp_bias: bool = False  # True if the key `mlp_bias` is honoured.
     qk_norm: bool = False
     sandwich: bool = False

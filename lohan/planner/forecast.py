@@ -412,7 +412,7 @@ def step_work(
 
 
 LEAST_BACKWARD = 0.2  # smallest share of backward that is attributed to gradients
-HEAD = "head"  # key of the seconds of the head
+HEAD = "head"  # key under which the seconds of the head are summed, beside those of operations
 UNKNOWN_DRIVE = 1e9  # bytes/s; a conservative guess if the step used no drive
 
 

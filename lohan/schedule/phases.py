@@ -608,7 +608,10 @@ class _GradientRooms:
             self._device += 1
 
     def freed(self) -> list[Effect]:
-        """Return the effect on the host room that the last update or spill of a group frees."""
+        """Return the effects with which a group's last update or spill frees its gradient room.
+
+        The room is the place for the gradients of one group in host memory.
+        """
         room = ("gradient room", self._host % self._spec.grads)
         self._host += 1
         return [(room, READ, WHOLE)]

@@ -548,8 +548,8 @@ class Store:
         """Discard everything written since the last commit; the committed generation is unchanged.
 
         This waits for all outstanding I/O, including reads, because the buffers will be reused. If
-        the I/O does not complete in time, the store fails. The store also fails if chunks were
-        written in place, because no other copy exists.
+        the I/O does not complete in time, or if chunks were written in place, so that no other copy
+        exists, the store is marked as failed and cannot be used until it is opened again.
         """
         with self._lock:
             self.health.check()

@@ -6,7 +6,7 @@ Rounding changes a gradient norm far less than a missing or wrong gradient does.
 with random weights reveals neither of them.
 
 In the check of two ranks, each rank runs in its own process:
-`python -m lohan.tools.gpu_norm_checks FOLDER REAL`.
+`python -m lohan.tools.gpu_norm_checks FOLDER REAL`. REAL is 1 on a real GPU and 0 on software CUDA.
 """
 
 from __future__ import annotations

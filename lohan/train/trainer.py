@@ -82,7 +82,7 @@ from lohan.util.units import counted
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 LAST_WORDS = "lohan: stopped at once; resume goes on from the last committed step\n"
 KILL_SIGNALS = 3  # This many signals end the process if the main thread has handled fewer than two.
-UNLOGGED = "unlogged"  # manifest key: rows of committed steps that may not be logged yet
+UNLOGGED = "unlogged"  # manifest key: rows of committed steps, perhaps not logged yet
 SUMMED_METRICS = ("ssd_read_bytes", "ssd_written_bytes")  # metrics that are summed over ranks
 
 
@@ -432,8 +432,8 @@ def one_step(
 ) -> dict[str, Any]:
     """Run forward and backward of one batch and return its row of metrics.
 
-    The manifest of the step contains this row, and the rows of earlier steps that may not be logged
-    when the step is committed.
+    The manifest of the step contains this row, and the rows of earlier steps that might not have
+    been logged yet when the step is committed.
     """
     executor, task = session.executor, inputs.task
     batch = inputs.train_examples.batch(session.step, config.train.batch)
