@@ -475,7 +475,10 @@ class _Keys:
     name: str
 
     def number(self, *names: str, default: int | None = None) -> int:
-        """Return the positive integer under the first of these keys that is not null or missing."""
+        """Return the positive integer under the first key in `names` that is not null or missing.
+
+        If all of them are, return `default`. Without a default, raise ConfigError.
+        """
         for key in names:
             value = self.config.get(key)
             if value is None:

@@ -136,7 +136,10 @@ def room_for_kept(policy: Policy, model: ModelShape, profile: Profile) -> float:
 
 
 def twins(policy: Policy, model: ModelShape, profile: Profile, tokens: float) -> float:
-    """Return the bytes of the second copies that a policy keeps of block inputs, for all GPUs."""
+    """Return the bytes of the additional copies of block inputs that a policy keeps.
+
+    The result is the total of all GPUs.
+    """
     copies = INPUT_COPIES.get(policy.activations, 1) - 1
     return profile.gpus * copies * input_bytes(model, tokens)
 
@@ -256,7 +259,7 @@ def _have(profile: Profile, tier: str) -> int:
 
 
 def _short_tier(profile: Profile, ledger: tuple[LedgerEntry, ...]) -> str | None:
-    """Return the first tier that is too small, or None."""
+    """Return the first tier that is smaller than the sum of its ledger entries, or None."""
     needed = {tier: sum(e.bytes for e in ledger if e.tier == tier) for tier in TIERS}
     return next((tier for tier in TIERS if needed[tier] > _have(profile, tier)), None)
 
