@@ -150,7 +150,7 @@ def export_digest(target: Path, run: str) -> str | None:
 
 
 def check_own(target: Path, run: str) -> None:
-    """Refuse a folder unless it is empty or holds only what this run has exported."""
+    """Raise ConfigError unless a folder is empty or holds only what this run has exported."""
     if target.is_dir() and not any(target.iterdir()):
         return
     if not os.path.lexists(target):
@@ -170,9 +170,9 @@ def check_own(target: Path, run: str) -> None:
 
 
 def _marked(folder: Path, run: str | None = None, mark: str = MARK) -> dict[str, str] | None:
-    """Return the files recorded in a folder's mark, or None if there is no such mark.
+    """Return the fingerprint of each file that a folder's mark records, or None without a mark.
 
-    If `run` is given, only a mark of that run counts.
+    If `run` is given, a mark with another run id counts as none. `mark` is the mark's file name.
     """
     with suppress(OSError, ValueError):  # BadJson and WrongType are ValueErrors
         body = checked(load_json(folder / mark), dict[str, Any], mark)

@@ -196,7 +196,10 @@ def _without_values(forward: Forward) -> Forward:
 
 
 class _DropValue(torch.autograd.Function):
-    """Replaces a tensor by an uninitialised one of the same shape, through which gradients flow."""
+    """A function that replaces a tensor by an uninitialised one of the same shape.
+
+    Gradients flow through it unchanged.
+    """
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:

@@ -459,7 +459,7 @@ def diffusers_folder_of(config: Config) -> DiffusersFolder:
 def _classes(
     samples: list[Sample], source: Path, config: Config, noising: Noising
 ) -> dict[str, int]:
-    """Return the class number of each folder.
+    """Return a map from the name of each folder of samples to its class number.
 
     Evaluation data uses the classes of the training data.
     """

@@ -189,7 +189,10 @@ class Streamed:
         return answers
 
     def encode(self, text: str, special: bool | None = None) -> list[int]:
-        """Tokenise a text; by default, add no BOS token if the text begins with one."""
+        """Return the tokens of a text, with special tokens around it if `special` is true.
+
+        By default, the tokenizer decides, except that a text with a BOS token gets none.
+        """
         start = self.tokenizer.bos_token
         if special is None and start and text.startswith(start):
             special = False
@@ -201,7 +204,7 @@ class Streamed:
 def _label_logps(
     session: Session, inputs: dict[str, torch.Tensor], labels: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log-probabilities of the labelled tokens, and whether each is the most likely.
+    """Return the log-probability of each labelled token, and whether it is the most likely token.
 
     Tokens are in row order. If the session has a sliced head, full logits never exist.
     """

@@ -363,7 +363,7 @@ class HasCounters(Protocol):
 
 
 class Meter:
-    """Measures time, transferred bytes and busy lanes from its creation on."""
+    """A measurement of time, transferred bytes and busy lanes, which begins at its creation."""
 
     def __init__(self, moved: HasCounters, trace: Trace) -> None:
         self._moved, self._trace = moved, trace

@@ -79,7 +79,10 @@ class Collate:
         return tensors | self.answers(rows)
 
     def answers(self, rows: Sequence[Row]) -> Batch:
-        """Return the padded labels: one for each input token, or the tokens of a target text."""
+        """Return the padded labels of a batch.
+
+        There is one label for each input token or, for text-to-text, each token of the target.
+        """
         return {"labels": torch.from_numpy(self._padded(rows, "labels"))}
 
     def _padded(self, rows: Sequence[Row], name: str) -> np.ndarray:

@@ -282,8 +282,8 @@ def resume_session(
 def changed_groups(session: Session) -> str:
     """Describe how parameter groups differ from those of the last committed step.
 
-    Returns an empty string if they do not. Optimizer state belongs to each parameter, so such a
-    change is allowed.
+    Return an empty string if they do not differ. A change is allowed, because each parameter has
+    its own optimizer state.
     """
     groups = session.executor.record.groups
     now = groups.to_json(groups.at(session.step))
@@ -318,7 +318,7 @@ def check_before_resume(
 def schedule_note(
     before: TrainConfig, now: TrainConfig, step: int, planned: int, total: int
 ) -> str:
-    """Return a note on the learning rate, or "" if neither it nor the number of steps changes.
+    """Return a note on the learning rate, or "" if the rate and the number of steps stay the same.
 
     `before` and `planned` are the settings and steps of the run, `now` and `total` the new ones.
     """
@@ -477,7 +477,7 @@ def one_step(
 def replan(
     replanner: Replanner, session: Session, row: dict[str, Any], meter: Meter, display: Display
 ) -> None:
-    """Replan with the measured rates.
+    """Replan with the measured rates if it is time, and show what has changed.
 
     After some steps, the measured rates are more accurate than any profile.
     """
@@ -577,7 +577,10 @@ class UnloggedRows:
     rows: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def add(self, row: dict[str, Any]) -> list[dict[str, Any]]:
-        """Add the row of a step, drop those of later steps, and return those of earlier steps."""
+        """Add the row of a step, and return the rows of earlier steps.
+
+        Rows of the same step and of later steps are dropped, because these steps were rolled back.
+        """
         self.rows = {step: old for step, old in self.rows.items() if step < row["step"]}
         earlier = list(self.rows.values())
         self.rows[row["step"]] = row
@@ -588,9 +591,9 @@ class UnloggedRows:
 
 
 class StepLog:
-    """Writes the metrics of finished steps to the run's log and to its loggers.
+    """The writer of the metrics of finished steps, to the run's log and to its loggers.
 
-    A step may finish, and is then logged, while the next one runs. If every step is committed, a
+    A step may finish while the next one runs, and is then logged. If every step is committed, a
     step is on disk before it is logged.
     """
 
