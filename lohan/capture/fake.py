@@ -69,9 +69,10 @@ def faking(values: KnownValues = KnownValues.SHAPES) -> Iterator[None]:
         return
     log = logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level
-    log.setLevel(logging.CRITICAL)  # failing attempts are expected, and errors are raised anyway
+    # torch logs an error in a fake run before it raises it. Some attempts are expected to fail.
+    log.setLevel(logging.CRITICAL)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    # the pointer would be 0, and a kernel would write there
+    # The pointer of a fake tensor would be 0, and a kernel would write to that address.
     mode._allow_unsafe_data_ptr_access = False
     try:
         with mode, _Shapes(values):
@@ -232,7 +233,10 @@ def _makes_numbers(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _indices(index: torch.Tensor | None) -> list[torch.Tensor | None]:
-    """Return a mask of known values as the indices of its true elements."""
+    """Return the indices that have the effect of `index`.
+
+    A mask with known values is replaced by the positions of its true elements.
+    """
     if (
         index is None
         or isinstance(index, FakeTensor)
@@ -252,7 +256,7 @@ def _grouped(
 ) -> torch.Tensor:
     """Return an empty result with the shape of a grouped matrix product.
 
-    torch's own shape rule for it accepts bf16 only.
+    This replaces torch's shape rule for that operation, which accepts bf16 only.
     """
     if a.ndim == 2 and b.ndim == 2:
         assert offs is not None

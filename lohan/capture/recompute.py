@@ -216,7 +216,10 @@ IN_PLACE = "in-place operation"  # part of torch's message when a leaf is change
 
 
 def no_saved_tensors(run: Callable[[], Any], name: str) -> Any:
-    """Return the result of `run` without its graph; `name` is the name of the block."""
+    """Return the result of `run`, which records a graph that saves no tensors and is discarded.
+
+    `name` is the name of the block, for errors.
+    """
     try:
         with discard_saved_tensors(name):
             out = run()
@@ -258,7 +261,7 @@ class ActivationHooks:
     """
 
     def save_inputs(self, site: int, call: SavedCall, buffers: Sequence[int]) -> None:
-        """Handle the start of forward. `buffers` are those that the schedule names."""
+        """Handle the start of forward. `buffers` are the numbers of the reserved buffers."""
 
     def save_slice(self, site: int, call: SavedCall) -> None:
         """Handle the end of one slice of forward."""
@@ -290,7 +293,7 @@ class Block(Protocol):
 
 
 class SlicedCompute:
-    """Runs the forward of blocks slice by slice, and their backward by recomputation."""
+    """The computation of blocks: forward slice by slice, and backward by recomputation."""
 
     def __init__(
         self,

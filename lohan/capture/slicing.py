@@ -58,7 +58,7 @@ class Cuts:
     """The cuts of all calls. There is one trial per block and kind of input.
 
     `needs` maps names of blocks to the bytes that a call with the whole batch takes, if known.
-    `room` is the number of bytes that are available for such a call.
+    `room` is the number of bytes that are available for a call with the whole batch.
     """
 
     def __init__(self) -> None:
@@ -71,8 +71,9 @@ class Cuts:
     def of(self, module: nn.Module, call: SavedCall, run: Run) -> Cut:
         """Return the cut of a call; calls of one kind share a trial.
 
-        `run` calls the block with its weights in memory and leaves its state unchanged. Raises
-        BudgetError if the call cannot be divided and the whole batch does not fit in `room`.
+        `run` calls the block with its weights in memory and leaves the state of the block
+        unchanged. Raise BudgetError if the call cannot be divided and the whole batch does not fit
+        in `room`.
         """
         self._unconfirmed = None
         key = (id(module), module.training, *pattern(call))
@@ -265,7 +266,7 @@ def agree(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class ConstantRandomness(DispatchMode):
-    """Makes random results constant, so that runs can be compared."""
+    """A mode that makes random results constant, so that two runs can be compared."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -644,7 +644,11 @@ def _try_tiles(
     cut: TileCut,
     size: int,
 ) -> tuple[bool, ...]:
-    """Return which results have a dimension of tokens. Raise `NotSliceable` if tiles interact."""
+    """Run two tiles of `size` tokens together and one by one, and compare the results.
+
+    Return which results have a dimension of tokens. Raise `NotSliceable` if the tiles affect each
+    other.
+    """
     state = BlockState(type(part).__name__, part)
 
     def run(tile: slice, invalid: slice | None = None) -> list[torch.Tensor]:

@@ -726,7 +726,7 @@ def _remove_data(path: Path) -> None:
 def lost_with_snapshot(folder: RunFolder, config: Config) -> bool:
     """Return whether the store is missing from the run folder and a snapshot of it exists.
 
-    A store on another drive does not count as lost, because the drive may not be mounted.
+    A store on another drive does not count as lost, because the drive might not be mounted.
     """
     if config.budget.ssd or sets_of(folder, config):
         return False

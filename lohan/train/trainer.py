@@ -128,7 +128,7 @@ def begin(
         if group.ranks.first:
             check_vacant(folder, config)  # another process may have claimed the folder
         if is_local_first:
-            folder.path.mkdir(parents=True, exist_ok=True)  # this machine may not share the folder
+            folder.path.mkdir(parents=True, exist_ok=True)  # if machines do not share the folder
             claim_names(folder, config, mark, rank=group.ranks.rank)
             claimed = True
             if config.init is not None:

@@ -274,7 +274,7 @@ def write_atomic(
     """Replace a file atomically and durably.
 
     Raises OSError if writing or renaming fails, in which case the old file is unchanged, or if the
-    folder cannot be synced, in which case the new file is in place but may not survive a crash.
+    folder cannot be synced, in which case the new file is in place but might not survive a crash.
     Raises StorageIOError if a sync does not return in time. `mode` is restricted by the umask.
     """
     temporary = temporary or temporary_of(path)
@@ -346,7 +346,7 @@ def sync_timeout_s() -> float:
 
 
 def sync_in_time(call: Callable[[], None], path: str | Path) -> None:
-    """Run `call` and re-raise its error; raise StorageIOError if it does not return in time."""
+    """Run `call`, and re-raise its error. Raise StorageIOError if the call takes too long."""
     limit_s = sync_timeout_s()
     raised: list[BaseException] = []
     done = threading.Event()
