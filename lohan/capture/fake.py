@@ -89,10 +89,9 @@ def with_least_values(
 ) -> Result:
     """Call `run` with as few known values as it needs, and return its result.
 
-    `run` uses fake tensors. It is tried without known values, then with more and more of them, and
-    finally in eval mode, because layers may be dropped at random in training mode. Raises UNKNOWN
-    if the run needs more values than are known, and ModelError if it calls a kernel that needs
-    memory.
+    `run` uses fake tensors. It is tried with the known values `least`, then with more of them, and
+    finally in eval mode, because layers may be dropped at random in training mode. Raise UNKNOWN if
+    the run needs more values than are known, and ModelError if it calls a kernel that needs memory.
     """
     for values in KnownValues:
         if values >= least:

@@ -801,7 +801,7 @@ class _Replay(DispatchMode):
 
 
 class _Learner(DispatchMode):
-    """Finds the operations of a call whose results backward does not need.
+    """A mode that finds the operations of a call whose results backward does not need.
 
     An operation is needed if autograd saves its result or a needed operation reads it. It is also
     needed if it draws random numbers, if it changes a tensor from outside the call, or if its

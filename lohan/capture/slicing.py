@@ -220,7 +220,10 @@ def _try_cut(call: SavedCall, cut: Cut, run: Run, *, values: bool) -> Cut:
 
 
 def _check_whole_batch(call: SavedCall, cut: Cut, run: Run) -> None:
-    """Check that two samples give the same results alone as in the whole batch."""
+    """Raise NotSliceable unless two samples give the same results alone as in the whole batch.
+
+    `cut` is the division to be checked.
+    """
     with torch.no_grad(), ConstantRandomness():
         whole = tensors_in(_slice(call, cut, run, slice(0, call.batch)))
         two = tensors_in(_slice(call, cut, run, slice(0, 2)))
@@ -242,7 +245,11 @@ def _slice(call: SavedCall, cut: Cut, run: Run, part: slice, *, invalid: bool = 
 
 
 def _rows(both: Any, first: Any, second: Any, *, values: bool) -> int:
-    """Return the number of rows of an output per sample; 0 if all samples share the output."""
+    """Return the number of rows of an output per sample; 0 if all samples share the output.
+
+    The arguments are the output for two samples together, for the first one and for the second one.
+    Raise NotSliceable if these do not fit each other. Without `values`, only shapes are compared.
+    """
     if first.shape == second.shape == both.shape:
         if values and not (agree(both, first) and agree(both, second)):
             raise NotSliceable("has a result that depends on all samples")

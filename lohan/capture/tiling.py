@@ -324,7 +324,7 @@ class _TiledCall:
     ) -> list[torch.Tensor | None]:
         """Return the gradients of inputs and weights, given the gradients of the results.
 
-        Every tile is computed again.
+        `wanted` states for each input whether its gradient is needed. Every tile is computed again.
         """
         count = self.count
         # Parameters are needed because a parametrization inside the part, such as PEFT's for expert
@@ -400,7 +400,7 @@ def _at(dim: int, tile: slice) -> tuple[slice, ...]:
 
 
 def _added(total: torch.Tensor | None, grad: torch.Tensor) -> torch.Tensor:
-    """Return the sum of gradients. Sums of 16-bit parts are accumulated in fp32."""
+    """Return the sum of `total` and a gradient. Sums of 16-bit gradients are in fp32."""
     if total is None:
         return grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True)
     return total.add_(grad)

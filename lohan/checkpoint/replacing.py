@@ -388,7 +388,7 @@ def _install(target: Path) -> None:
 
 
 def _move(names: Sequence[str], source: Path, to: Path) -> None:
-    """Move files in the given order.
+    """Move the files `names` from folder `source` to folder `to`, in the given order.
 
     The folders are synced between the move of the file that a loader opens first and the other
     moves, so this order also holds after a power failure.

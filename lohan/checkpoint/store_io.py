@@ -285,7 +285,7 @@ def store_reader(*stores: Store, ema: bool = False) -> ReadFlat:
 def _dequantising(read: Callable[..., torch.Tensor], held: StoredModel) -> ReadFlat:
     """Return a reader of fp32 values, which dequantises packed tensors.
 
-    `read` reads the elements that the store holds, in any dtype.
+    `held` is the model in the store. `read` reads the elements that the store holds, in any dtype.
 
     At most one packed tensor is in memory.
     """

@@ -147,7 +147,7 @@ def mixture_of(first: np.ndarray, sources: Sequence[int], weights: tuple[float, 
 
 
 def steps_for(count: int, epochs: float, batch_size: int) -> int:
-    """Return the number of steps that see every row `epochs` times.
+    """Return the number of steps that see each of `count` rows `epochs` times.
 
     The last batch is filled with rows of the next epoch.
     """

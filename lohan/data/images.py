@@ -102,7 +102,10 @@ def find_samples(
 
 
 def class_numbers(samples: Sequence[Sample], *, most: int) -> dict[str, int]:
-    """Map each folder name to its class number."""
+    """Return the class number of each folder of samples, by the name of the folder.
+
+    Raise DataError if a number is not below `most`, the number of classes of the model.
+    """
     names = sorted({sample.group for sample in samples if sample.group})
     if not names:
         return {}

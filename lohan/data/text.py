@@ -579,7 +579,10 @@ def _text(row: dict[str, Any], key: str, *, place: str) -> str:
 
 
 def check_characters(text: str, what: str, *, place: str) -> None:
-    """Refuse text with unpaired surrogates, which no tokenizer accepts."""
+    """Raise DataError if a text contains unpaired surrogates, which no tokenizer accepts.
+
+    `what` is the name of the text in the message.
+    """
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -589,7 +592,7 @@ def check_characters(text: str, what: str, *, place: str) -> None:
 
 
 def _messages(value: Any, *, place: str) -> list[dict[str, Any]]:
-    """Check messages, and join contents that are given in parts into one text."""
+    """Return the messages in `value` after checking them, each with its content as one text."""
     if not isinstance(value, list) or not value:
         raise DataError(f"{place}: messages must be a list of objects, got {kind_of(value)}")
     messages = []

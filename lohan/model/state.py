@@ -276,7 +276,10 @@ def stored_state_format(meta: Mapping[str, Any]) -> StateFormat:
 
 
 def stored(meta: Mapping[str, Any], key: str, kind: Any, default: Any = None) -> Any:
-    """Return the value of a key in a manifest, and raise StoreError if it has the wrong type."""
+    """Return the value of a key in a manifest, or `default` if the manifest has no such key.
+
+    Raise StoreError if the value does not have the type `kind`.
+    """
     try:
         return checked(meta.get(key, default), kind, key)
     except WrongType as error:

@@ -694,7 +694,10 @@ def _step(
     limit: int,
     profile: Profile,
 ) -> Step:
-    """Return the terms of the paper's T_iter for this run, with all weights and state on SSD."""
+    """Return the terms of the paper's T_iter for this run, with all weights and state on SSD.
+
+    `plan` keeps only block inputs, and `limit` is the budget of host memory in bytes.
+    """
     fmt, width = memory.state_format, memory.state_format.weight_bytes
     count = float(sum(group.numel for group in memory.moving))
     base = replace(plan, kept=(), spilled_sites=())

@@ -174,6 +174,7 @@ class Simulator:
         """Return the forecast of a plan, or None if a lower bound of a step is at least `than_s`.
 
         The lower bounds are the time of the busiest lane and the time of a step without commits.
+        The arguments are those of `forecast` and `faster`.
         """
         profile, blocks, workload = self.profile, self.blocks, self.workload
         work = step_work(blocks, workload, plan, has_own_memory=profile.has_link)

@@ -296,7 +296,7 @@ INTERFACES = {
 
 
 def generator_of(seed: int, stream: int, number: int) -> torch.Generator:
-    """Return the random generator of one batch.
+    """Return the random generator of batch `number` in a stream, which is one of those below.
 
     The CPU generator uses only 32 bits of a seed, so the three numbers are hashed.
     """

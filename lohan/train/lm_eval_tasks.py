@@ -39,7 +39,11 @@ def run_tasks(
     folder: Path | None,
     shown: Display,
 ) -> dict[str, Any]:
-    """Return the results of each task by metric, as the harness reports them."""
+    """Return the results of each task by metric, as the harness reports them.
+
+    `limit` is the number of examples per task, `fewshot` the number of examples in a prompt, and
+    `folder` a folder with further tasks. The harness decides what is None.
+    """
     try:
         import lm_eval
         from lm_eval.tasks import TaskManager

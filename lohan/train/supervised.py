@@ -214,7 +214,10 @@ def _encoded(encode: Encode, texts: Texts, row: tuple[str, dict[str, Any]]) -> l
 
 
 def shown(kind: str, texts: Texts, row: Row) -> dict[str, str]:
-    """Return an example as text: the input of the model and the expected answer."""
+    """Return an example as text: the input of the model, and the answer that `kind` expects.
+
+    `kind` is the auto class of the model.
+    """
     tokenizer = texts.encoder.tokenizer("the data")
     ids, labels = row["input_ids"].tolist(), row.get("labels", np.empty(0)).tolist()
     if kind == PAIR:
