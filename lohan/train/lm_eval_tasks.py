@@ -42,7 +42,7 @@ def run_tasks(
     """Return the results of each task by metric, as the harness reports them.
 
     `limit` is the number of examples per task, `fewshot` the number of examples in a prompt, and
-    `folder` a folder with further tasks. The harness decides what is None.
+    `folder` a folder with further tasks. If `limit` or `fewshot` is None, the harness decides.
     """
     try:
         import lm_eval
