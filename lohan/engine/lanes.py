@@ -85,7 +85,7 @@ class ComputeStart(NamedTuple):
 
 
 class DeviceClock:
-    """Converts time stamps of a device to the clock of the host.
+    """A converter of time stamps of a device to the clock of the host.
 
     The clock of a device starts at an arbitrary time. Its first stamp is assumed to be from the
     time at which the host reads it. If work would then have begun before it was launched, or ended
@@ -144,7 +144,7 @@ LINK = ("h2d", "d2h")
 
 
 class Runner(Protocol):
-    """Executes the actions of a schedule.
+    """The implementation of the actions of a schedule.
 
     The ssd lane submits an action without blocking on I/O, and completes it by waiting for it. On
     the other lanes, `run` returns when the action is done. `scalars` belongs to the schedule of

@@ -261,7 +261,7 @@ class LoggedGradients:
     # -- while the lanes are idle -----------------------------------------------------------------
 
     def folded(self) -> None:
-        """Drop all live steps, because the committed generation includes them."""
+        """Drop all logged steps, because the committed generation includes them."""
         self._live = []
 
     def reset(self) -> None:

@@ -335,7 +335,7 @@ class ActionScheduler:
     def wait_for_squares(self) -> list[int]:
         """Wait until the squares of all groups that backward has reached are summed.
 
-        Returns the groups that backward has not reached. Their squares are summed after
+        Return the groups that backward has not reached. Their squares are summed after
         BACKWARD_DONE, so the caller cannot wait for them here.
         """
         trained = (group for group, chunks in enumerate(self._spec.chunks) if chunks)

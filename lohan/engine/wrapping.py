@@ -281,7 +281,7 @@ class _Views(NamedTuple):
 
 
 class BlockRunner:
-    """Fetches the weights of a site, runs its forward or backward, and releases them.
+    """The calls of sites: fetch the weights, run forward or backward, and release the weights.
 
     `guarded` rolls the step back if a call fails.
     """
@@ -466,7 +466,7 @@ NamedGrads = Mapping[str, torch.Tensor | None]
 
 
 class FirstCalls:
-    """Compares the first call of each block in `sites` with a plain call."""
+    """A comparison of the first call of each block in `sites` with a plain call."""
 
     def __init__(self, sites: Collection[str] = ()) -> None:
         self._unchecked = set(sites)

@@ -90,7 +90,7 @@ class UpdateOptions:
 
     @classmethod
     def of(cls, plan: Plan, blocks: Blocks | None = None) -> UpdateOptions:
-        """Return the options of a plan. Without `blocks`, no group is late.
+        """Return the options of a plan. Without `blocks`, no group is deferred.
 
         A clipped step can be corrected if its gradients are in memory, or if the loop can run it
         again. The committed generation must be that of the step before, so every step commits.
@@ -269,7 +269,7 @@ class StepPlacement:
 
     @property
     def ends_in_backward(self) -> bool:
-        """Whether the step ends with backward, after all updates."""
+        """True if the step ends with backward, after all updates."""
         return not self.held and not self.speculates
 
     def of(self, group: int) -> Placement:

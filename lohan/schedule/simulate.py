@@ -311,7 +311,7 @@ def bus_bytes(layout: BytesPerParameter) -> dict[Operation, float]:
     """Return the bytes per parameter that each operation moves through main memory.
 
     Checksums are computed while the data of an update is in the CPU cache, and squares are summed
-    on the device, so neither adds any.
+    on the device, so neither adds bytes.
     """
     return {kind: kind.bus(layout) for kind in OPERATIONS.values() if kind.bus is not None}
 

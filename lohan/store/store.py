@@ -707,8 +707,8 @@ class Store:
         `folds` states that the generation is that of the last logged step, so other ranks need not
         commit it at the same time. If `checksums` is None, the data and the checksums on disk are
         already correct. After a failed sync it is unknown which data reached the drive, and after a
-        failed rename or directory sync it is unknown which manifest is current. The store then
-        fails, and only reopening it shows which generation is committed.
+        failed rename or directory sync it is unknown which manifest is current. The store is then
+        marked as failed, and only reopening it shows which generation is committed.
         """
         primary, crc = self.dirs[0], self._manifest.sums_crc32c
         try:
