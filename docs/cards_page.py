@@ -112,7 +112,9 @@ CHOSEN = [
     ("qwen3-32b", "32 GB", 32),
     ("llama-3-70b", "32 GB", 32),
 ]
-FORECAST = re.compile(r"Forecast: ([\d,]+) tokens/s; .* steps take ([^.]+)\.")
+FORECAST = re.compile(
+    r"Forecast: ([\d,]+) tokens/s; .* steps take ([^.]+)\. .* main memory and (\S+ \S+) on the"
+)
 
 
 @cache
@@ -187,14 +189,16 @@ def table() -> str:
     """Return the table of forecasts, one row per recipe."""
     titles = {model.preset: model.title for model in MODELS}
     lines = [
-        "| all parameters of | card | examples per step | tokens/s | 1,000 steps | recipe |",
-        "|---|---|---|---|---|---|",
+        "| all parameters of | card | examples per step | tokens/s | 1,000 steps | on the drives "
+        "| recipe |",
+        "|---|---|---|---|---|---|---|",
     ]
     for (path, text), (preset, card, batch) in zip(recipes(), CHOSEN, strict=True):
         flat = " ".join(line.lstrip("# ") for line in text.splitlines() if line.startswith("#"))
-        speed, total = FORECAST.search(flat).groups()  # type: ignore[union-attr]
+        speed, total, drives = FORECAST.search(flat).groups()  # type: ignore[union-attr]
         link = f"[{path.stem}](../examples/recipes/{path.name})"
-        lines.append(f"| {titles[preset]} | {card} | {batch} | {speed} | {total} | {link} |")
+        cells = (titles[preset], card, str(batch), speed, total, drives, link)
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

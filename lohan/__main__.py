@@ -61,7 +61,7 @@ def _just_now() -> bool:
 def _dropped(lost: sys.UnraisableHookArgs) -> None:
     """Handle an exception that cannot be raised where it occurred, such as in a destructor.
 
-    If it is a Ctrl-C, an alarm raises it again a moment later.
+    If the exception is a Ctrl-C, an alarm raises it again a moment later.
     """
     if lost.exc_type is KeyboardInterrupt:
         signal.setitimer(signal.ITIMER_REAL, AGAIN_S)

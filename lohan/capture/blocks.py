@@ -105,7 +105,7 @@ def _is_repeated(module: nn.Module) -> bool:
 def _members(module: nn.Module, name: str) -> list[str]:
     """Return the names of the blocks in a list of modules.
 
-    A list inside a list is never called itself, so its members are blocks instead.
+    If a member is a list itself, it is never called. The members of the inner list are the blocks.
     """
     listed = isinstance(module, nn.ModuleList | nn.ModuleDict)
     if not listed and not _is_repeated(module):
@@ -288,10 +288,10 @@ def cut_for(
 
 
 def used_outside(model: nn.Module, site_names: Sequence[str], batch: Mapping[str, Any]) -> Outside:
-    """Return the parts of sites that are used outside their calls.
+    """Return the parts of sites that the model uses while the site does not run.
 
-    The result is empty if the model cannot run on fake tensors. The parts are then found in the
-    first real run.
+    The model is run on fake tensors with `batch`. If that fails, the result is empty, and the parts
+    are found in the first real run.
     """
 
     def run(values: KnownValues) -> Outside:
@@ -310,7 +310,7 @@ def used_outside(model: nn.Module, site_names: Sequence[str], batch: Mapping[str
 
 
 class _Watch(TorchFunctionMode):
-    """Records which modules run, and every parameter that an operation reads."""
+    """A record of the parameters that operations read while none of their sites runs."""
 
     def __init__(self, model: nn.Module, site_names: Sequence[str]) -> None:
         super().__init__()

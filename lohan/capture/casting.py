@@ -56,7 +56,10 @@ def _cast(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 class _WiderWeights(TorchFunctionMode):
-    """Converts weight and bias of a normalisation layer to fp32, the type of its statistics."""
+    """A mode that converts weight and bias of normalisation layers to fp32.
+
+    This is the type of the layers' statistics.
+    """
 
     FUNCTIONS = (nn.functional.batch_norm, nn.functional.instance_norm)
 

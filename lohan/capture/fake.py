@@ -72,9 +72,10 @@ def faking(values: KnownValues = KnownValues.SHAPES) -> Iterator[None]:
         return
     log = logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level
-    log.setLevel(logging.CRITICAL)  # failing attempts are expected, and errors are raised anyway
+    # torch logs an error in a fake run before it raises it. Some attempts are expected to fail.
+    log.setLevel(logging.CRITICAL)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    # the pointer would be 0, and a kernel would write there
+    # The pointer of a fake tensor would be 0, and a kernel would write to that address.
     mode._allow_unsafe_data_ptr_access = False
     python_state, numpy_state = random.getstate(), np.random.get_state()
     try:
@@ -94,10 +95,9 @@ def with_least_values(
 ) -> Result:
     """Call `run` with as few known values as it needs, and return its result.
 
-    `run` uses fake tensors. It is tried without known values, then with more and more of them, and
-    finally in eval mode, because layers may be dropped at random in training mode. Raises UNKNOWN
-    if the run needs more values than are known, and ModelError if it calls a kernel that needs
-    memory.
+    `run` uses fake tensors. It is tried with the known values `least`, then with more of them, and
+    finally in eval mode, because layers may be dropped at random in training mode. Raise UNKNOWN if
+    the run needs more values than are known, and ModelError if it calls a kernel that needs memory.
     """
     for values in KnownValues:
         if values >= least:
@@ -238,7 +238,10 @@ def _makes_numbers(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _indices(index: torch.Tensor | None) -> list[torch.Tensor | None]:
-    """Return a mask of known values as the indices of its true elements."""
+    """Return the indices that have the effect of `index`.
+
+    A mask with known values is replaced by the positions of its true elements.
+    """
     if (
         index is None
         or isinstance(index, FakeTensor)
@@ -258,7 +261,7 @@ def _grouped(
 ) -> torch.Tensor:
     """Return an empty result with the shape of a grouped matrix product.
 
-    torch's own shape rule for it accepts bf16 only.
+    This replaces torch's shape rule for that operation, which accepts bf16 only.
     """
     if a.ndim == 2 and b.ndim == 2:
         assert offs is not None

@@ -48,9 +48,9 @@ from lohan.util.units import align_up
 
 
 class _LiveBytes(DispatchMode):
-    """Counts the bytes of storages created while it is active.
+    """A count of the bytes of storages that are created while this mode is active, and their peak.
 
-    `existing` tensors are not counted.
+    The tensors `existing` are not counted.
     """
 
     def __init__(self, existing: Iterable[torch.Tensor]) -> None:
@@ -77,7 +77,7 @@ class _LiveBytes(DispatchMode):
         return out
 
     def without(self, storages: Iterable[torch.UntypedStorage]) -> int:
-        """Return the bytes that are alive, without those of the given storages."""
+        """Return the bytes of all counted storages that exist, without those in `storages`."""
         return self.live - sum(s.nbytes() for s in storages if s._cdata in self._counted)
 
     def _count(self, tensor: torch.Tensor, workspace: int = 0) -> None:
@@ -110,7 +110,7 @@ def measure(
 
     `batch` contains meta or real tensors. `torch_device` is the device of the later run, which
     determines for example the attention kernels. Without `training`, nothing is kept and there is
-    no backward. `tiles` has the same meaning as in `Plan`.
+    no backward. `tiles` is the number of tokens per tile, or 0.
     """
     kind = _Probe if training else _ForwardProbe
 
@@ -184,7 +184,7 @@ def _run(
 
 
 class _Probe:
-    """Replaces all parameters and the forwards of sites for the duration of one fake run."""
+    """A replacement of all parameters and of the forwards of sites, for one run on fake tensors."""
 
     _trains = True
 
@@ -262,7 +262,7 @@ class _Probe:
         return forward
 
     def _cut(self, module: nn.Module, original: Any, call: SavedCall) -> Cut:
-        """Return how the call is divided into slices, judged by shapes alone."""
+        """Return how a call is divided into slices, as far as shapes show it."""
         if not self._micro_batch or self._micro_batch >= call.batch:
             return call.cut
         key = (type(module), *pattern(call), *(t.shape for t in call.tensors))
@@ -271,7 +271,7 @@ class _Probe:
         return self._cuts[key]
 
     def _measure(self, site: Site, module: nn.Module, original: Any, call: SavedCall) -> None:
-        """Run one slice forward and backward, and count every byte.
+        """Run one slice forward and backward, and add its memory to the footprint of the site.
 
         Equal modules whose inputs have equal shapes share one measurement.
         """
@@ -294,7 +294,7 @@ class _Probe:
         )
 
     def _trace(self, site: Site, module: nn.Module, original: Any, call: SavedCall) -> None:
-        """Record what the call could keep. This class records nothing; a subclass does."""
+        """Do nothing. A subclass records the results that the call could keep."""
 
     def _backward_peak(self, original: Any, call: SavedCall) -> int:
         """Return the peak of the backward of one slice, including its recomputation."""

@@ -366,8 +366,9 @@ def _refused_write(name: str) -> ModelError:
 def _converted(func: Any, one: OffloadedParameter, args: Any, kwargs: Any, caller: str) -> Any:
     """Return the result of `Module.to` or a related method for a placeholder.
 
-    User code gets the same placeholder, since the session decides where it computes and the
-    store decides its dtype. LoHan's own code gets a placeholder with the new dtype.
+    If the dtype stays the same, this is the same placeholder, because the session decides where a
+    parameter is used. User code cannot change the dtype, which the store decides. LoHan's own code
+    gets a placeholder with the new dtype.
     """
     with torch._C.DisableTorchFunctionSubclass():
         name = func.__name__
@@ -411,7 +412,7 @@ def _with_values(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _alias(one: AttachedParameter, out: torch.Tensor) -> Any:
-    """Return a tensor that has the same values as a parameter, such as its `.data`."""
+    """Return `out` as an attached parameter that reads the same values as `one`, as for `.data`."""
     alias: Any = out.as_subclass(type(one))
     alias.label, alias.step_gradients = one.label, None
     alias.stored_weights, alias.stored_as = one.stored_weights, one.stored_as

@@ -57,7 +57,7 @@ class RunAhead:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._ends: deque[Event] = deque()  # end marks of the slices that may not have finished
+        self._ends: deque[Event] = deque()  # end marks of the slices that might still run
 
     @contextmanager
     def slice(self) -> Iterator[None]:
@@ -230,7 +230,8 @@ class BlockState:
         for module, old in zip(self._modules, before, strict=True):
             current = vars(module)
             if current.keys() == old.keys() and all(map(is_, current.values(), old.values())):
-                continue  # the usual case, in which the order is the same too
+                # The usual case: neither a value nor the order of the attributes has changed.
+                continue
             for key in (current.keys() | old.keys()) - {_HOOKED}:
                 if current.get(key, _ABSENT) is not (was := old.get(key, _ABSENT)):
                     saved.append(((current, key), was))
@@ -314,7 +315,10 @@ IN_PLACE = "in-place operation"  # part of torch's message when a leaf is change
 
 
 def no_saved_tensors(run: Callable[[], Any], name: str) -> Any:
-    """Return the result of `run` without its graph; `name` is the name of the block."""
+    """Return the result of `run`, which records a graph that saves no tensors and is discarded.
+
+    `name` is the name of the block, for errors.
+    """
     try:
         with discard_saved_tensors(name):
             out = run()
@@ -356,7 +360,7 @@ class ActivationHooks:
     """
 
     def save_inputs(self, site: int, call: SavedCall, buffers: Sequence[int]) -> None:
-        """Handle the start of forward. `buffers` are those that the schedule names."""
+        """Handle the start of forward. `buffers` are the numbers of the reserved buffers."""
 
     def save_slice(self, site: int, call: SavedCall) -> None:
         """Handle the end of one slice of forward."""
@@ -388,7 +392,7 @@ class Block(Protocol):
 
 
 class SlicedCompute:
-    """Runs the forward of blocks slice by slice, and their backward by recomputation."""
+    """The computation of blocks: forward slice by slice, and backward by recomputation."""
 
     def __init__(
         self,

@@ -126,7 +126,7 @@ class CallContext:
         return cls(tuple(key for key in _collected() if key != _HIDDEN_STATES), autocast)
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Taken]:
-        """Call `forward` in this context; return its result and what was collected inside it."""
+        """Call `forward` in this context; return its result and the outputs that were collected."""
         with collecting(self.wanted) as taken:
             if self.autocast is None:
                 return forward(*args, **kwargs), taken
@@ -158,7 +158,10 @@ def _collected() -> Taken:
 
 @contextmanager
 def collecting(wanted: tuple[str, ...] = ()) -> Iterator[Taken]:
-    """Capture only the requested outputs, and hide them from outer collectors."""
+    """Collect the outputs named in `wanted` inside the `with` body, and yield their lists.
+
+    Outer collectors do not receive any outputs of the body.
+    """
     variable = _variable()
     taken: Taken = {key: [] for key in wanted}
     if variable is None:
@@ -200,7 +203,10 @@ def wrap_mappings(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, A
 
 
 def write_back_mappings(out: Any, mappings: list[Any]) -> Any:
-    """Add what a call wrote to the mappings of its caller, and return the result of the call."""
+    """Return the result of a call, after adding to the caller's mappings what the call wrote.
+
+    `out` is what the function of `with_writes` has returned.
+    """
     if not mappings:
         return out
     out, written = out
@@ -413,7 +419,7 @@ class SavedCall:
 
 
 class Gathered:
-    """Joins the tensors that slices return at one position, without keeping a second copy."""
+    """The tensor that joins what the slices return at one position, without a second copy."""
 
     def __init__(self, batch: int) -> None:
         self._batch = batch

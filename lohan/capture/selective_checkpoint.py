@@ -90,7 +90,7 @@ def _is_view(func: Any) -> bool:
 
 
 class Counter:
-    """Assigns keys to the operations of one call."""
+    """The keys of the operations of one call, assigned in the order of the operations."""
 
     def __init__(self) -> None:
         self._counts: dict[str, int] = {}
@@ -389,7 +389,10 @@ class SavedOps:
         return 0 if self.lost else len(self._sizes)
 
     def hand_over(self) -> list[torch.Tensor]:
-        """Return the tensors and drop them here. The list is empty if backward cannot use any."""
+        """Return the tensors, and release this object's references to them.
+
+        The list is empty if backward cannot use any of them.
+        """
         self.check()
         tensors, self.tensors, self._versions = self.tensors, [], []
         return tensors
@@ -798,7 +801,7 @@ class _Replay(DispatchMode):
 
 
 class _Learner(DispatchMode):
-    """Finds the operations of a call whose results backward does not need.
+    """A mode that finds the operations of a call whose results backward does not need.
 
     An operation is needed if autograd saves its result or a needed operation reads it. It is also
     needed if it draws random numbers, if it changes a tensor from outside the call, or if its
@@ -920,7 +923,7 @@ _READS = {
 
 
 class _HostReads(TorchFunctionMode):
-    """Marks tensors as needed if the host reads them or a kernel takes their address."""
+    """A mode that marks tensors as needed if the host reads them or a kernel takes an address."""
 
     def __init__(self, learner: _Learner) -> None:
         super().__init__()

@@ -58,7 +58,7 @@ class Cuts:
     """The cuts of all calls. There is one trial per block and kind of input.
 
     `needs` maps names of blocks to the bytes that a call with the whole batch takes, if known.
-    `room` is the number of bytes that are available for such a call.
+    `room` is the number of bytes that are available for a call with the whole batch.
     """
 
     def __init__(self) -> None:
@@ -71,8 +71,9 @@ class Cuts:
     def of(self, module: nn.Module, call: SavedCall, run: Run) -> Cut:
         """Return the cut of a call; calls of one kind share a trial.
 
-        `run` calls the block with its weights in memory and leaves its state unchanged. Raises
-        BudgetError if the call cannot be divided and the whole batch does not fit in `room`.
+        `run` calls the block with its weights in memory and leaves the state of the block
+        unchanged. Raise BudgetError if the call cannot be divided and the whole batch does not fit
+        in `room`.
         """
         self._unconfirmed = None
         key = (id(module), module.training, *pattern(call))
@@ -219,7 +220,10 @@ def _try_cut(call: SavedCall, cut: Cut, run: Run, *, values: bool) -> Cut:
 
 
 def _check_whole_batch(call: SavedCall, cut: Cut, run: Run) -> None:
-    """Check that two samples give the same results alone as in the whole batch."""
+    """Raise NotSliceable unless two samples give the same results alone as in the whole batch.
+
+    `cut` is the division to be checked.
+    """
     with torch.no_grad(), ConstantRandomness():
         whole = tensors_in(_slice(call, cut, run, slice(0, call.batch)))
         two = tensors_in(_slice(call, cut, run, slice(0, 2)))
@@ -241,7 +245,11 @@ def _slice(call: SavedCall, cut: Cut, run: Run, part: slice, *, invalid: bool = 
 
 
 def _rows(both: Any, first: Any, second: Any, *, values: bool) -> int:
-    """Return the number of rows of an output per sample; 0 if all samples share the output."""
+    """Return the number of rows of an output per sample; 0 if all samples share the output.
+
+    The arguments are the output for two samples together, for the first one and for the second one.
+    Raise NotSliceable if these do not fit each other. Without `values`, only shapes are compared.
+    """
     if first.shape == second.shape == both.shape:
         if values and not (agree(both, first) and agree(both, second)):
             raise NotSliceable("has a result that depends on all samples")
@@ -265,7 +273,7 @@ def agree(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class ConstantRandomness(DispatchMode):
-    """Makes random results constant, so that runs can be compared."""
+    """A mode that makes random results constant, so that two runs can be compared."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -324,7 +324,7 @@ class _TiledCall:
     ) -> list[torch.Tensor | None]:
         """Return the gradients of inputs and weights, given the gradients of the results.
 
-        Every tile is computed again.
+        `wanted` states for each input whether its gradient is needed. Every tile is computed again.
         """
         count = self.count
         # Parameters are needed because a parametrization inside the part, such as PEFT's for expert
@@ -400,7 +400,7 @@ def _at(dim: int, tile: slice) -> tuple[slice, ...]:
 
 
 def _added(total: torch.Tensor | None, grad: torch.Tensor) -> torch.Tensor:
-    """Return the sum of gradients. Sums of 16-bit parts are accumulated in fp32."""
+    """Return the sum of `total` and a gradient. Sums of 16-bit gradients are in fp32."""
     if total is None:
         return grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True)
     return total.add_(grad)
@@ -485,7 +485,10 @@ def find_parts(
 
 
 def _find_cuts(module: nn.Module, forward: Forward, args: Any, kwargs: Any) -> Cuts | None:
-    """Return the cuts of a block's parts, or None if it does not run on fake tensors."""
+    """Return the tile cuts of the parts of a block that can run in tiles.
+
+    Return None, after a warning, if the block does not run on fake tensors.
+    """
     stream = _stream((args, kwargs))
     assert stream is not None
     sizes = stream.shape[-2], stream.numel() // stream.shape[-1]
@@ -641,7 +644,11 @@ def _try_tiles(
     cut: TileCut,
     size: int,
 ) -> tuple[bool, ...]:
-    """Return which results have a dimension of tokens. Raise `NotSliceable` if tiles interact."""
+    """Run two tiles of `size` tokens together and one by one, and compare the results.
+
+    Return which results have a dimension of tokens. Raise `NotSliceable` if the tiles affect each
+    other.
+    """
     state = BlockState(type(part).__name__, part)
 
     def run(tile: slice, invalid: slice | None = None) -> list[torch.Tensor]:

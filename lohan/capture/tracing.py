@@ -77,7 +77,10 @@ class Graph:
         return tuple(node.key[0] for node in self.nodes)
 
     def cone(self, start: int, *, bounds: frozenset[int]) -> set[int]:
-        """Return `start` and all nodes that it depends on, given the results of `bounds`."""
+        """Return the nodes that have to run to compute `start`, including `start`.
+
+        The results of the nodes in `bounds` are given, so these nodes need not run.
+        """
         cone, waiting = {start}, [start]
         while waiting:
             for read in self.nodes[waiting.pop()].reads:
@@ -338,7 +341,7 @@ class Inventory:
         return self._bytes[chosen]
 
     def offloaded_bytes(self, names: Iterable[str], share: float) -> int:
-        """Return the bytes that a slice offloads.
+        """Return the bytes that a slice offloads if it keeps the activations called `names`.
 
         `share` is the size of the slice relative to the traced slice.
         """
@@ -505,9 +508,10 @@ class _Block:
         return [part for part in parts if all(node.storable for node in part.saved)]
 
     def _cut(self, roots: list[int], work: set[int], *, shared: set[int]) -> list[_Part]:
-        """Return the saved results as one part, after a part with a cheaper result if there is one.
+        """Return the saved results `roots` as one part, or as two if there is a cheaper result.
 
-        A cheaper result has fewer bytes, and keeping it saves the expensive work of all of them.
+        A cheaper result has fewer bytes than all roots, and keeping it saves the expensive work of
+        all of them. It is the first part.
         """
         saved = [self._nodes[root] for root in sorted(roots)]
         heavy, exclusive = self._heavy(work), work - shared
@@ -526,7 +530,7 @@ class _Block:
         return [_Part([cheapest], before), _Part(saved, exclusive - before)]
 
     def _holds(self, index: int, roots: list[int], heavy: set[int]) -> bool:
-        """Return whether keeping this node's results saves the expensive work of all roots."""
+        """Return whether keeping the results of a node saves the work `heavy` of all roots."""
         if index in roots:
             return False
         bounds = self._graph.saved | {index}

@@ -66,7 +66,7 @@ def prefix_of(model: nn.Module) -> str:
 
 
 def check_adapters(model: nn.Module) -> None:
-    """Refuse a model that holds adapters without a PeftModel around it."""
+    """Raise ModelError if a model contains adapters but is not wrapped in a PeftModel."""
     if getattr(vars(model).get("save_pretrained"), "merged", False):
         raise ModelError(
             f"{type(model).__name__} is what merge_and_unload returned: its calls add the adapter "
@@ -179,7 +179,10 @@ _DRAWN = ("lora_A", "lora_embedding_B")
 
 
 def _adapter_parameters(base: nn.Module) -> dict[str, tuple[nn.Module, str, str]]:
-    """Map the name of each parameter that adapters have added to (layer, part, adapter name)."""
+    """Return a map from the name of each adapter parameter to its layer, part and adapter name.
+
+    The part is the attribute of the layer that holds the parameter, such as "lora_A".
+    """
     parameters = {}
     for name, layer in base.named_modules():
         for part in getattr(layer, "adapter_layer_names", ()):
@@ -191,7 +194,9 @@ def _adapter_parameters(base: nn.Module) -> dict[str, tuple[nn.Module, str, str]
 
 
 def _virtual_start(model: nn.Module, name: str) -> str:
-    """Return how virtual tokens are initialised; refuse a method that needs the base weights.
+    """Return how the virtual tokens `name` are initialised.
+
+    Raise ModelError for a method that needs the base weights.
 
     Random virtual tokens are drawn from a normal distribution, like an embedding.
     """
@@ -206,7 +211,10 @@ def _virtual_start(model: nn.Module, name: str) -> str:
 
 
 def _check_start(name: str, layer: Any, adapter: str, start: Any) -> None:
-    """Refuse an adapter whose initialisation needs the base weights."""
+    """Raise ModelError if the initial values of an adapter depend on the base weights.
+
+    `start` is the setting `init_lora_weights`.
+    """
     vectors = getattr(layer, "lora_magnitude_vector", None) or ()
     if hasattr(layer, "lora_A") and start in (True, "gaussian") and adapter not in vectors:
         return
@@ -427,7 +435,7 @@ class _Delta:
 
 
 class MergedReader:
-    """Reads the parameters of a base model, under its own names, with LoRA adapters merged.
+    """A reader of a base model's parameters, under its own names, with LoRA adapters merged.
 
     The values come from a reader of all parameters of the PEFT model. Matrices are merged in ranges
     of rows. Adapters other than LoRA on matrices are refused.

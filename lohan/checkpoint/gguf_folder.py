@@ -191,7 +191,7 @@ class GgufFolder(TensorFolder):
         return self._rows(entry, name, low, high)[wanted - low]
 
     def _rows(self, entry: _Entry, name: str, first: int, last: int) -> torch.Tensor:
-        """Read rows in file order and dequantise them to fp32."""
+        """Return the rows [first, last) of a tensor in file order, dequantised to fp32."""
         size, at = (last - first) * entry.row_bytes, entry.offset + first * entry.row_bytes
         try:
             with open(entry.file, "rb", buffering=0) as file:

@@ -93,7 +93,7 @@ def auto_class(kind: str) -> Any:
 
 
 def _built_by(kind: str, config: PreTrainedConfig) -> set[str]:
-    """Return the names of the classes that an auto class builds for this config."""
+    """Return the names of the classes that the auto class `kind` builds for this config."""
     mapping = auto_class(kind)._model_mapping
     if type(config) in mapping:
         classes = mapping[type(config)]

@@ -62,7 +62,7 @@ def best_factors(difference: torch.Tensor, rank: int) -> tuple[torch.Tensor, tor
 
 
 class _Factors:
-    """Computes LoRA factors that approximate the differences of trained weights from their base.
+    """The LoRA factors that approximate the differences of trained weights from their base.
 
     `read_flat` computes the factors of one layer at a time. `held` then contains the share of the
     difference that these factors represent.

@@ -99,7 +99,7 @@ def _is_linear(module: nn.Module, attribute: str) -> bool:
 
 
 class PackingSource:
-    """Reads parameters in the form in which the store holds them.
+    """A reader of parameters in the form in which the store holds them.
 
     A packed parameter is quantised from the values of the source and returned as elements of the
     compute dtype. Other parameters are passed through. At most one packed tensor is in memory.
@@ -223,7 +223,10 @@ def _values(
     stop: int,
     out: torch.Tensor,
 ) -> None:
-    """Dequantise values [start, stop) into `out`; `scales` are the scales of exactly this range."""
+    """Dequantise values [start, stop) into `out`.
+
+    `codes` are those of the whole tensor, `scales` only those of the range.
+    """
     count = stop - start
     values = out if out.dtype == torch.float32 else out.new_empty(count, dtype=torch.float32)
     if packing == "nf4":
@@ -247,7 +250,7 @@ def _values(
 
 
 def _by_row(grid: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """Expand one scale per block to one scale per value."""
+    """Return the scale of each value, given the grid of the scales of fp8 blocks."""
     wide = grid.repeat_interleave(FP8_BLOCK, 1)[:, :columns]
     return wide.repeat_interleave(FP8_BLOCK, 0)[:rows]
 

@@ -150,7 +150,7 @@ def export_digest(target: Path, run: str) -> str | None:
 
 
 def check_own(target: Path, run: str) -> None:
-    """Refuse a folder unless it is empty or holds only what this run has exported."""
+    """Raise ConfigError unless a folder is empty or holds only what this run has exported."""
     if target.is_dir() and not any(target.iterdir()):
         return
     if not os.path.lexists(target):
@@ -170,9 +170,9 @@ def check_own(target: Path, run: str) -> None:
 
 
 def _marked(folder: Path, run: str | None = None, mark: str = MARK) -> dict[str, str] | None:
-    """Return the files recorded in a folder's mark, or None if there is no such mark.
+    """Return the fingerprint of each file that a folder's mark records, or None without a mark.
 
-    If `run` is given, only a mark of that run counts.
+    If `run` is given, a mark with another run id counts as none. `mark` is the mark's file name.
     """
     with suppress(OSError, ValueError):  # BadJson and WrongType are ValueErrors
         body = checked(load_json(folder / mark), dict[str, Any], mark)
@@ -286,10 +286,10 @@ _WEIGHTS = re.compile(r"(\w+?)(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 @contextmanager
 def joining(target: Path) -> Iterator[Path]:
-    """Yield the path at which to write a folder whose files are then added to `target`.
+    """Yield the path of a new folder, and add its files to `target` after the `with` body.
 
-    The written folder must have a mark with SAVED as its run id. Either all of its files are added
-    or, on an error, none.
+    The body must create the folder, with a mark (`write_mark`) that has SAVED as its run id. If the
+    body fails, no file is added.
     """
     created = [path for path in (target, *target.parents) if not path.exists()]
     partial, complete = target / NEW, target / COMPLETE
@@ -388,7 +388,7 @@ def _install(target: Path) -> None:
 
 
 def _move(names: Sequence[str], source: Path, to: Path) -> None:
-    """Move files in the given order.
+    """Move the files `names` from folder `source` to folder `to`, in the given order.
 
     The folders are synced between the move of the file that a loader opens first and the other
     moves, so this order also holds after a power failure.

@@ -143,7 +143,7 @@ def open_set(stores: StoreSet, *, fold: Fold | None = None) -> Iterator[tuple[St
 
 
 def _recover(stores: StoreSet) -> None:
-    """Bring all stores to the commit that the ranks agree on, holding the locks of all stores."""
+    """Bring all stores to the last commit that all ranks have, holding the locks of all stores."""
     for rank in stores.missing():
         raise StoreError(
             f"rank {rank} of {stores.world} has no store at {stores.dirs[rank][0]}; mount its "

@@ -158,7 +158,10 @@ class TensorEntry:
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:
-    """Return every tensor of a safetensors file; check the header against the file's size."""
+    """Return every tensor of a safetensors file by name, after checking the header.
+
+    The offsets in the header must fit the size of the file.
+    """
     try:
         size = file.stat().st_size
         with open(file, "rb") as stream:
@@ -528,7 +531,7 @@ class _Shard:
 
 
 class ShardedWriter:
-    """Writes tensors in pieces; all names, dtypes and shapes are known in advance.
+    """A writer of tensors in pieces, whose names, dtypes and shapes are known in advance.
 
     Tensors may be written in any order, but the pieces of one tensor must be in order.
     """

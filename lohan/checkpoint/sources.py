@@ -59,7 +59,10 @@ def assembled(convert: Convert, sources: Shapes, results: Shapes) -> dict[str, A
 def _numbered(
     convert: Convert, sources: Shapes, results: Shapes, width: int
 ) -> dict[str, Assembly]:
-    """Apply a rule to row numbers (element numbers if `width` is 0); return the assemblies."""
+    """Apply a conversion rule to row numbers, and return the assembly of each result.
+
+    `width` is the number of elements in a row. If it is 0, elements are numbered instead of rows.
+    """
     numbers, counts, at = {}, [], 0
     for name, shape in sources.items():
         rows = (*shape[:-1], 1) if width else shape
@@ -371,7 +374,7 @@ def _check_tied(tensors: TensorFolder, sources: list[str]) -> None:
 
 
 class FolderSource:
-    """Reads values from a model folder by the names of the model."""
+    """A reader of values in a model folder, by the parameter names of the model."""
 
     def __init__(self, folder: TensorFolder, names: Mapping[str, str]) -> None:
         self._folder = folder
@@ -391,7 +394,7 @@ class FolderSource:
 
 
 class ModuleSource:
-    """Reads values from the parameters of a module in memory, optionally only those in `names`."""
+    """A reader of the parameters of a module in memory, optionally only of those in `names`."""
 
     def __init__(self, module: nn.Module, names: Collection[str] | None = None) -> None:
         named = module.named_parameters(remove_duplicate=False)
@@ -442,7 +445,7 @@ def seed_of(seed: int, block: str) -> int:
 
 
 class InitialValues:
-    """Draws the initial values of a model on the meta device, one block at a time."""
+    """A reader that draws the initial values of a model on the meta device, block by block."""
 
     def __init__(self, model: nn.Module, seed: int) -> None:
         self._model: Any = model
@@ -493,7 +496,10 @@ class InitialValues:
 
 
 def _block_of(name: str, site_names: set[str]) -> str:
-    """Return the block that contains a parameter, or its module if no block contains it."""
+    """Return the name of the block that contains a parameter.
+
+    For a parameter outside all blocks, return the name of its module.
+    """
     parts = name.split(".")
     for length in range(1, len(parts)):
         if ".".join(parts[:length]) in site_names:

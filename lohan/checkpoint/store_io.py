@@ -143,7 +143,10 @@ def groups_that_lose_bits(
 def _rounded_off(
     values: torch.Tensor, weights: torch.Tensor, state_format: StateFormat
 ) -> torch.Tensor:
-    """Round fp32 values into `weights`; return what `_exact_values` needs to restore them."""
+    """Round fp32 values into `weights`, and return what the rounding has removed.
+
+    From both, `_exact_values` restores the fp32 values.
+    """
     array = EXACT_ARRAYS[state_format.name]
     removed = aligned(array.size(len(values)))
     if state_format.name == "bf16":
@@ -157,7 +160,7 @@ def _rounded_off(
 def _exact_values(
     weights: torch.Tensor, removed: torch.Tensor, state_format: StateFormat
 ) -> torch.Tensor:
-    """Return the fp32 values of weights that `_rounded_off` has rounded."""
+    """Return the fp32 values, given the rounded weights and what `_rounded_off` has removed."""
     if state_format.name == "fp16":
         return removed.view(torch.float32)
     values = aligned(2 * len(weights)).view(torch.float32)
@@ -170,7 +173,7 @@ def _largest_chunk(groups: Sequence[FlatGroup], chunk_params: int) -> int:
 
 
 class ShardReader:
-    """Reads the committed parameters; with several ranks, only this rank's shards.
+    """A reader of the committed parameters of a store, which holds one rank's shards.
 
     If `ema` is true, the moving average of trained parameters is read instead of their values.
     """
@@ -210,10 +213,11 @@ class ShardReader:
         return _overlap(group.tensors[index], start, stop)
 
     def read_into(self, out: torch.Tensor, name: str, start: int) -> None:
-        """Read the elements of a parameter from `start` that are in this shard into `out`.
+        """Read elements of a parameter into `out`, beginning with element `start`.
 
-        Values are converted to the dtype of `out`, from the master copy if there is one. A packed
-        parameter is read as the elements that the store holds.
+        Elements of `out` that are not in this shard are left unchanged. Values are converted to the
+        dtype of `out`, from the master copy if there is one. A packed parameter is read as the
+        elements that the store holds.
         """
         group, index = self._where[name]
         start -= group.tensors[index].begin
@@ -279,7 +283,9 @@ def store_reader(*stores: Store, ema: bool = False) -> ReadFlat:
 
 
 def _dequantising(read: Callable[..., torch.Tensor], held: StoredModel) -> ReadFlat:
-    """Return a reader of fp32 values, given a reader of stored elements in any dtype.
+    """Return a reader of fp32 values, which dequantises packed tensors.
+
+    `held` is the model in the store. `read` reads the elements that the store holds, in any dtype.
 
     At most one packed tensor is in memory.
     """

@@ -118,7 +118,10 @@ def prepare(
 def _summaries(
     sources: Sequence[Source], counts: Sequence[int], *, seq: int, dropped: int
 ) -> list[dict[str, Any]]:
-    """Return the summary of each file if there are several, and refuse a file without examples."""
+    """Return the summary of each file if there are several.
+
+    Raise DataError if a file has no examples.
+    """
     for one, count in zip(sources, counts, strict=True):
         if not count:
             raise DataError(

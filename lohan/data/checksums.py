@@ -33,7 +33,10 @@ def verify(folder: Path, meta: Mapping[str, Any]) -> None:
 
 
 def check_token_ids(folder: Path, name: str, *, vocab_size: int, ignore: int) -> None:
-    """Raise DataError if a file of int32 has an id outside the vocabulary, `ignore` excepted."""
+    """Raise DataError if a file of int32 contains an id outside the vocabulary.
+
+    The id `ignore` is accepted as well.
+    """
     with (folder / name).open("rb") as file:
         while block := file.read(BLOCK_BYTES):
             ids = np.frombuffer(block, dtype="<i4")

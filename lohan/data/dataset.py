@@ -147,7 +147,7 @@ def mixture_of(first: np.ndarray, sources: Sequence[int], weights: tuple[float, 
 
 
 def steps_for(count: int, epochs: float, batch_size: int) -> int:
-    """Return the number of steps that see every row `epochs` times.
+    """Return the number of steps that see each of `count` rows `epochs` times.
 
     The last batch is filled with rows of the next epoch.
     """
@@ -155,7 +155,10 @@ def steps_for(count: int, epochs: float, batch_size: int) -> int:
 
 
 def split(members: np.ndarray, share: float, *, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Divide examples at random into those to train on and a held-out share, in file order."""
+    """Divide the examples `members` at random into those to train on and a held-out share.
+
+    Both parts are in file order.
+    """
     held = max(1, round(share * len(members)))
     if held >= len(members):
         raise DataError(
@@ -443,8 +446,8 @@ def open_dataset(
 ) -> Dataset | None:
     """Return the complete cache in a folder, or None if there is none.
 
-    The data files it was made from are not read. Every file of the cache is compared with its
-    checksum, and every token with the vocabulary, unless `verified` is False.
+    The data files that the cache was made from are not read. Every file of the cache is compared
+    with its checksum, and every token with the vocabulary, unless `verified` is False.
     """
     try:
         meta = load_json(folder / "meta.json")
@@ -505,7 +508,7 @@ class Fields:
     seed: int
     count: int  # number of examples on disk
     types: Mapping[str, str]  # numpy type of each field
-    about: Mapping[str, Any]  # additional entries of the writer
+    about: Mapping[str, Any]  # the facts that `about` of `write_fields` has returned
     collate: Callable[[Sequence[Row]], Batch] = field(compare=False, repr=False)
     draw: Draw | None = field(default=None, compare=False, repr=False)
     members: np.ndarray | None = field(default=None, compare=False)  # selected examples; None: all
@@ -630,9 +633,9 @@ def write_fields(
 ) -> None:
     """Write the examples of several files to `folder`, atomically.
 
-    All examples must have the same fields, which is not checked.
-
-    `about` is called after all examples were read. `show` renders the first example as text.
+    All examples must have the same fields, which is not checked. `about` returns further facts for
+    the description of the dataset. It is called after all examples were read, so it may count
+    them. `show` renders the first example as text.
     """
     part: dict[str, Path] = {}
     with all_or_nothing(folder, part, doing="preparing the data"):
@@ -680,10 +683,10 @@ def open_fields(
     draw: Draw | None = None,
     verified: bool = True,
 ) -> Fields | None:
-    """Return the complete examples in a folder, or None if there are none.
+    """Return the examples that `write_fields` has written to a folder, or None if it is incomplete.
 
-    The data files they were made from are not read. Every file is compared with its checksum unless
-    `verified` is False.
+    The data files that the examples were made from are not read. Every file is compared with its
+    checksum unless `verified` is False. `collate` and `draw` are those of Fields.
     """
     try:
         meta = load_json(folder / META)

@@ -102,7 +102,10 @@ def find_samples(
 
 
 def class_numbers(samples: Sequence[Sample], *, most: int) -> dict[str, int]:
-    """Map each folder name to its class number."""
+    """Return the class number of each folder of samples, by the name of the folder.
+
+    Raise DataError if a number is not below `most`, the number of classes of the model.
+    """
     names = sorted({sample.group for sample in samples if sample.group})
     if not names:
         return {}
@@ -422,7 +425,8 @@ def _words(kind: Field) -> str:
 def open_records(folder: Path, *, seed: int) -> Records | None:
     """Return the complete records in a folder, or None if there are none.
 
-    Every file is compared with its checksum. The samples they were made from are not read.
+    Every file is compared with its checksum. The samples that the records were made from are not
+    read.
     """
     try:
         meta = load_json(folder / META)
@@ -541,7 +545,7 @@ class ImageFiles:
         return self._numbers[name]
 
     def take(self, name: str, digest: str) -> int:
-        """Add an image that another process has checked, and return its number."""
+        """Add the image of this path, which another process has checked, and return its number."""
         if name not in self._numbers:
             self._numbers[name] = len(self.files)
             self.files.append((name, digest))
@@ -562,9 +566,9 @@ class ImageFiles:
 
 @dataclass
 class Conversations:
-    """Converts conversations with images to examples and batches.
+    """A converter of conversations with images to examples and batches.
 
-    Holds the processor, the images found so far, and counts of cut and dropped examples.
+    It contains the processor, the images found so far, and counts of cut and dropped examples.
     """
 
     processor: Any
@@ -758,7 +762,10 @@ def _part(part: dict[str, Any], names: list[Any], place: str) -> dict[str, Any]:
 
 
 def _spread(plain: Example, ids: np.ndarray, place: str) -> np.ndarray:
-    """Align labels with the processor's tokens, in which each image takes many tokens."""
+    """Return one label for each of the processor's tokens `ids`, given the labels of the text.
+
+    The processor replaces the placeholder of an image by many tokens. These have no label.
+    """
     labels = np.full(len(ids), IGNORE, dtype=np.int64)
     at = 0
     for token, label in zip(*plain, strict=True):
@@ -777,7 +784,8 @@ def _spread(plain: Example, ids: np.ndarray, place: str) -> np.ndarray:
 def _has_all_images(ids: np.ndarray, shortened: np.ndarray, plain: list[int]) -> bool:
     """Return whether truncation has kept all tokens that represent images.
 
-    Image tokens are those that occur more often than in the text.
+    `ids` are the processor's tokens, `shortened` are these after truncation, and `plain` are the
+    tokens of the text. Image tokens are those that occur more often in `ids` than in `plain`.
     """
     tokens, counts = np.unique(ids, return_counts=True)
     if len(shortened) == len(ids):
@@ -814,7 +822,10 @@ def rows_with_images(
 def _encoded(
     source: Path, conversations: Conversations, row: tuple[str, dict[str, Any]]
 ) -> tuple[Row | None, list[tuple[str, str]]]:
-    """Return the example of a row, or None, and its images; the caller numbers the images."""
+    """Return the example of a row, or None if it is dropped, and the path and digest of each image.
+
+    The calling process numbers the images.
+    """
     place, values = row
     present_values = {key: value for key, value in values.items() if value is not None}
     example = conversations.encode(present_values, source, place)

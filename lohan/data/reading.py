@@ -213,7 +213,7 @@ def read_examples(
 
 
 class Progress:
-    """Reports progress, and reports the end only once, after all rows were used."""
+    """A progress report that reaches its total only when `end` is called, after the last row."""
 
     def __init__(self, report: OnProgress) -> None:
         self._report, self._total = report, 1
@@ -291,14 +291,17 @@ class Worker(Protocol):
     """An object that converts rows to examples; each process has a copy of its own."""
 
     def counts(self) -> tuple[int, ...]:
-        """Return the current values of its counters."""
+        """Return the current values of the counters of this worker."""
 
     def count(self, more: Sequence[int]) -> None:
-        """Add the counts of another worker."""
+        """Add the values of another worker's counters to those of this worker."""
 
 
 def processes_for(source: Path, *, least: int = PARALLEL_BYTES) -> int:
-    """Return the number of processes to use: one for files of less than `least` bytes."""
+    """Return the number of processes that encode a data file.
+
+    A file of less than `least` bytes is encoded by one process.
+    """
     size = sum(file.stat().st_size for file in files_of(source))
     return min(PROCESSES, os.cpu_count() or 1) if size >= least else 1
 

@@ -185,7 +185,10 @@ def _array(values: list[int]) -> np.ndarray:
 
 
 def _tokens(encoded: Any) -> dict[str, np.ndarray]:
-    """Return the tokenizer's outputs in TOKENS as arrays; masks are later derived from lengths."""
+    """Return the outputs of a tokenizer that are named in TOKENS, as arrays.
+
+    Attention masks are not stored, because they are derived from lengths when a batch is made.
+    """
     return {name: _array(values) for name, values in encoded.items() if name in TOKENS}
 
 
@@ -197,7 +200,11 @@ def _texts(row: dict[str, Any], keys: tuple[str, ...], place: str) -> list[str]:
 
 
 def _keys(row: dict[str, Any], alternatives: tuple[Any, ...], place: str, what: str) -> Any:
-    """Return the first of `alternatives` that the row has; each is a key or a tuple of keys."""
+    """Return the first of `alternatives` whose keys the row has.
+
+    Each alternative is a key or a tuple of keys. `what` is the kind of example in the message of
+    the error if the row has none of them.
+    """
     for keys in alternatives:
         if all(key in row for key in ((keys,) if isinstance(keys, str) else keys)):
             return keys
@@ -353,7 +360,7 @@ def encode_text(row: dict[str, Any], texts: Texts, place: str) -> Iterable[Row]:
 
 @dataclass(frozen=True)
 class Masking:
-    """Chooses the tokens to predict, and replaces most of them.
+    """The masking of an example, which chooses the tokens to predict and replaces most of them.
 
     A fraction of the tokens is chosen. Most of these are replaced by the mask token and some by a
     random token; the rest is kept. At least one token is chosen, so that there is a loss.
@@ -497,7 +504,7 @@ class Preferences:
     sequences: Dataset
     members: np.ndarray  # numbers of the rows that are used
     batch_rows: int  # number of rows in a training batch
-    objective: Any = None  # copied into each batch
+    objective: Any = None  # the preference loss with its settings; copied into each batch
     # Log-probabilities of the reference model, [rows, 2].
     reference: np.ndarray | None = field(default=None, repr=False)
 

@@ -98,7 +98,7 @@ def chosen_template(name: str | None) -> str | None:
 
 
 class Encoder:
-    """Converts text and chats to tokens and labels; the tokenizer is loaded when first needed."""
+    """A converter of text and chats to tokens and labels, which loads its tokenizer when needed."""
 
     def __init__(
         self, model_dir: Path, *, template: str | None = None, tokenizer: Any = None
@@ -110,7 +110,7 @@ class Encoder:
         self._bos: list[int] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the tokenizer, which another process loads itself."""
+        """Return the state for another process, without the tokenizer, which that process loads."""
         kept = {name: value for name, value in self.__dict__.items() if name != "_closing"}
         return {**kept, "_tokenizer": None}
 
@@ -163,7 +163,10 @@ class Encoder:
         return [] if end is None else [end]
 
     def pad_id(self, vocab_size: int | None) -> int:
-        """Return the padding token, or another one if there is none, because padding is masked."""
+        """Return the padding token, or another valid token if the tokenizer has none.
+
+        The choice has no effect, because padding is masked.
+        """
         tokenizer = self._tokenizer
         for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if tokenizer else ():
             if token is not None and 0 <= token < (vocab_size or 2**31):
@@ -353,10 +356,11 @@ class Encoder:
         return self._label(ids, counts[:-1])
 
     def _label(self, ids: list[int], counts: list[int]) -> Example:
-        """Return the tokens with labels between each pair of borders.
+        """Return the tokens with labels in the parts of `ids` that carry loss.
 
-        White space after a closing token carries no loss. If the text ends with an answer that has
-        no closing token, the EOS token is appended.
+        `counts` contains, for each part, the position of its first token and of the first token
+        after it. White space after a closing token carries no loss. If the text ends with an answer
+        that has no closing token, the EOS token is appended.
         """
         labels = [IGNORE] * len(ids)
         for begin, end in zip(counts[::2], counts[1::2], strict=True):
@@ -531,7 +535,10 @@ def share_gpt(value: Any, *, place: str) -> Any:
 
 
 def tools_in(row: dict[str, Any], *, place: str) -> list[Any] | None:
-    """Return the tools of a row, which may be a list or JSON text, or None if it has none."""
+    """Return the tools of a row, or None if the row has none.
+
+    They may be given as a list or as JSON text.
+    """
     tools = _from_json_text(row.get("tools") or None, "tools", place=place)
     if tools is not None and not isinstance(tools, list):
         raise DataError(f"{place}: tools must be a list of objects, got {kind_of(tools)}")
@@ -572,7 +579,10 @@ def _text(row: dict[str, Any], key: str, *, place: str) -> str:
 
 
 def check_characters(text: str, what: str, *, place: str) -> None:
-    """Refuse text with unpaired surrogates, which no tokenizer accepts."""
+    """Raise DataError if a text contains unpaired surrogates, which no tokenizer accepts.
+
+    `what` is the name of the text in the message.
+    """
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -582,7 +592,7 @@ def check_characters(text: str, what: str, *, place: str) -> None:
 
 
 def _messages(value: Any, *, place: str) -> list[dict[str, Any]]:
-    """Check messages, and join contents that are given in parts into one text."""
+    """Return the messages in `value` after checking them, each with its content as one text."""
     if not isinstance(value, list) or not value:
         raise DataError(f"{place}: messages must be a list of objects, got {kind_of(value)}")
     messages = []

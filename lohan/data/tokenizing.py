@@ -38,7 +38,7 @@ def pieces(text: str, tokenize: Tokenize) -> Iterator[str]:
 
 
 def _skipped(text: str, cut: int, tokenize: Tokenize) -> int | None:
-    """Return how many characters to leave out at a cut, or None if it would change tokens."""
+    """Return how many characters to leave out at a cut, or None if the cut would change tokens."""
     before = text[max(0, cut - WINDOW_CHARACTERS) : cut]
     after = text[cut : cut + WINDOW_CHARACTERS]
     whole, first = tokenize(before + after), tokenize(before)

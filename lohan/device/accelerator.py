@@ -360,9 +360,9 @@ class AcceleratorDevice:
     def _may_block(self) -> bool:
         """Return whether the launching thread must leave its copies to another thread.
 
-        This is the case as soon as some memory is pageable, and then also for copies of pinned
-        memory. Otherwise those copies would overtake earlier copies of their lane, but an event
-        means that all earlier copies of the lane are complete.
+        It must as soon as some memory is pageable, even to copy pinned memory. Otherwise a copy of
+        pinned memory could overtake an earlier copy of its lane, although the event of a copy means
+        that all earlier copies of the lane are complete.
         """
         if not self._pins_failed or self.torch_device.type != "cuda":
             return False
@@ -395,7 +395,7 @@ class AcceleratorDevice:
         return record_event(self._compute())
 
     def stamp(self) -> Event | None:
-        """Return a timed mark on CUDA and ROCm, or None on other backends."""
+        """Return an event that records its time on CUDA and ROCm, or None on other backends."""
         if self.torch_device.type != "cuda":
             return None
         event: Any = torch.cuda.Event(enable_timing=True, blocking=True)
@@ -433,8 +433,9 @@ class AcceleratorDevice:
     def _compute(self) -> Any:
         """Return the stream of compute.
 
-        This is the current stream of the calling thread. The current stream of a lane's thread is
-        that of the lane; there, the stream on which compute last ran is returned.
+        On the caller's thread and on autograd's, this is the current stream. On the thread of a
+        lane, the current stream is that of the lane, and the stream on which compute last ran is
+        returned.
         """
         current = current_stream(self.torch_device)
         if current not in self._streams.values():
@@ -558,7 +559,7 @@ _VISIBLE = (
 
 
 def _number(requested: int | None) -> int:
-    """Return the number of this process's device: the requested one, or that of its local rank.
+    """Return the number of this process's device: `requested` or, if it is None, the local rank.
 
     Launchers such as SLURM may show every rank only one device, which has number 0 for all of them.
     """

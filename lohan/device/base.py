@@ -114,10 +114,10 @@ class Device(Protocol):
         """Return an event that completes when compute has done all work launched so far."""
 
     def stamp(self) -> Event | None:
-        """Return a mark that records its time, or None if the device has no timer."""
+        """Return an event of compute that records its time, or None if the device has no timer."""
 
     def elapsed_s(self, first: Any, last: Any) -> float:
-        """Return the seconds between two completed stamps."""
+        """Return the seconds between two completed events of `stamp`."""
 
     def wait(self, event: Event) -> None:
         """Make compute that is launched from here on wait for the event."""

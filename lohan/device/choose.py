@@ -42,10 +42,10 @@ def open_device(name: str, *, memory: int | None = None, link: float | None = No
 
 
 def _accelerator(memory: int | None, number: int | None) -> AcceleratorDevice:
-    """Open an accelerator. A GPU that shares the host's memory computes in that memory.
+    """Open the accelerator with this number.
 
-    If `memory` is given, such a GPU is treated like a card with that much memory of its own, and
-    tensors are copied to it and back.
+    A GPU that shares the host's memory computes in that memory. If `memory` is given, such a GPU is
+    treated like a card with that much memory of its own: tensors are copied to it and back.
     """
     device = AcceleratorDevice(memory, number=number)
     if memory is None and is_integrated(device.torch_device):
@@ -195,7 +195,10 @@ def _without_values(forward: Forward) -> Forward:
 
 
 class _DropValue(torch.autograd.Function):
-    """Replaces a tensor by an uninitialised one of the same shape, through which gradients flow."""
+    """A function that replaces a tensor by an uninitialised one of the same shape.
+
+    Gradients flow through it unchanged.
+    """
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:

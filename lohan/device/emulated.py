@@ -227,7 +227,10 @@ class Memory:
             storage.read = self.span
 
     def count_copy(self, key: int, *, write: bool, more: int = 1) -> None:
-        """Count a copy to or from a storage as pending; with `more=-1`, as done."""
+        """Count a pending copy to or from a storage; with `more=-1`, count it as done.
+
+        `write` is True if the storage is the destination of the copy.
+        """
         with self._lock:
             block = self._storages.get(key)
             if block is not None and write:
@@ -236,7 +239,10 @@ class Memory:
                 block.leaving += more
 
     def check_copy(self, key: int, *, write: bool) -> None:
-        """Raise an error if compute may still write the source or use the destination."""
+        """Raise an error if compute may still write the storage that a copy reads.
+
+        If the copy writes the storage, compute must not use it at all.
+        """
         block = self._storages.get(key)
         if block is None:
             return

@@ -38,7 +38,10 @@ class IntegratedDevice(AcceleratorDevice):
         raise LohanError(f"{self.name} has no lane {lane}")
 
     def compute_view(self, host: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of the GPU over registered host memory, which it keeps alive."""
+        """Return a tensor of the GPU over registered host memory.
+
+        The tensor keeps the memory alive.
+        """
         raw = host.view(-1).view(torch.uint8)
         view: torch.Tensor = torch.as_tensor(_Registered(raw), device=self.torch_device)
         return view.view(host.dtype).view(host.shape)

@@ -36,7 +36,7 @@ def is_rank(env: Mapping[str, str] | None = None) -> bool:
 
 
 def as_ranks(world: int) -> None:
-    """Run this command as `world` ranks and exit with their result.
+    """Run the command of this process as `world` ranks, and exit with their overall exit code.
 
     Do nothing if `world` is 1, or if this process is itself a rank.
     """

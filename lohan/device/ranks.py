@@ -100,8 +100,8 @@ def update_threads(local_ranks: int) -> int:
 class Heartbeat:
     """The heartbeat of this rank, which runs in threads until `stop`.
 
-    If a rank falls silent, this process exits, because calls that wait for that rank cannot be
-    cancelled.
+    If another rank's heartbeat stops, this process exits, because calls that wait for that rank
+    cannot be cancelled.
     """
 
     def __init__(self, ranks: RankInfo, host: str, port: int, run: str) -> None:
@@ -190,7 +190,7 @@ class MissedBeats:
         self._counts, self._same = [-1] * world, [0] * world
 
     def count(self, counts: list[int]) -> list[int]:
-        """Record the current beats and return the ranks that are silent."""
+        """Record the current beats of all ranks, and return the ranks that count as lost."""
         for rank, count in enumerate(counts):
             self._same[rank] = 0 if count != self._counts[rank] else self._same[rank] + 1
             self._counts[rank] = count
@@ -313,7 +313,7 @@ class ProcessGroup:
             raise RankError(f"rank {failed.index(True)} failed", reported=True)
 
     def reduce_scatter_host(self, rows: torch.Tensor) -> torch.Tensor:
-        """Do `reduce_scatter` in host memory, on the caller's thread."""
+        """Return what `reduce_scatter` returns, for rows in host memory, on the caller's thread."""
         return rows[0]
 
     def send_to_first(self, shard: torch.Tensor) -> None:
@@ -345,7 +345,7 @@ class ProcessGroup:
     # -- Shutdown ----------------------------------------------------------------------------------
 
     def abort(self) -> None:
-        """End this process soon because this rank has failed, even if it waits for something."""
+        """Ensure that this process ends soon after an error, even if a thread of it waits."""
 
     def close(self) -> None:
         """Leave the group when the run has ended on all ranks."""
@@ -355,7 +355,10 @@ ALONE = ProcessGroup()
 
 
 class SeveralRanks(ProcessGroup):
-    """The group of several ranks, created by `join`; `peers` has the process of every rank."""
+    """The group of several ranks, created by `join`.
+
+    `peers` contains the host name and the process ID of every rank, in the order of the ranks.
+    """
 
     def __init__(
         self,
@@ -585,7 +588,7 @@ def _meet(rendezvous: Any, ranks: RankInfo, run: str, address: str) -> None:
 
 @contextmanager
 def run_ranks() -> Iterator[ProcessGroup]:
-    """Join the ranks and provide their process group for the duration of a run.
+    """Join the ranks, and yield their process group for the duration of a run.
 
     If the run fails on this rank, this process ends, and the other ranks notice.
     """
@@ -599,10 +602,11 @@ def run_ranks() -> Iterator[ProcessGroup]:
 
 
 def in_turn(group: ProcessGroup, act: Callable[[bool], Found]) -> Found:
-    """Call `act` on the first rank, then on the first of every other machine, then on all others.
+    """Call `act` on every rank, and return its result.
 
-    The argument of `act` is whether its rank is the first on its machine. If `act` creates files,
-    each machine creates them once, and the other ranks find them.
+    The first rank calls it first, then the first rank of every other machine, then all others. The
+    argument of `act` is whether the calling rank is the first on its machine. If `act` creates
+    files, each machine creates them once, and the other ranks find them.
     """
     is_first, results = group.is_local_first, list[Found]()
     for turn in (group.ranks.first, is_first and not group.ranks.first, not is_first):

@@ -460,7 +460,7 @@ def _prepared(
 ) -> tuple[ReadFlat | None, str, Blocks, set[str]]:
     """Check the model, convert it to one compute type and divide it into blocks.
 
-    Returns the source of the weights of a `new` store, the dtype, the blocks, and the names of
+    Return the source of the weights of a `new` store, the dtype, the blocks, and the names of
     the frozen parameters that were given in a wider type.
     """
     check_trainable(model)

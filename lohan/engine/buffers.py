@@ -63,7 +63,7 @@ class HostBuffer:
 
 
 class HostPool:
-    """Allocates host memory up to the budget, and refuses to exceed it with an error."""
+    """The host memory of the budget, from which buffers are allocated. Exceeding it is an error."""
 
     def __init__(self, budget_bytes: int, device: Device | None = None) -> None:
         self.budget_bytes = budget_bytes

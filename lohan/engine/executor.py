@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 
 class Executor:
-    """Combines lanes, weights, activations, gradients and optimizer into training steps."""
+    """The combination of lanes, weights, activations, gradients and updates into training steps."""
 
     in_head = False  # True while the fused forward and backward of the head runs.
     # The reason why the weights in memory are inconsistent; empty if they are consistent.

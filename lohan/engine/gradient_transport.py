@@ -66,7 +66,7 @@ class OffloadedGradients(Mapping[int, torch.Tensor]):
 
 
 class GradientOffload:
-    """Copies gradients from the device into reusable buffers in host memory.
+    """The copying of gradients from the device into reusable buffers in host memory.
 
     If the buffers take more than `limit` bytes, unused buffers are freed before a new one is
     allocated. `groups` is the number of groups whose sum of squares is copied with the gradients.
@@ -87,7 +87,7 @@ class GradientOffload:
     def sum_squares(self, grads: GroupGrads) -> torch.Tensor | None:
         """Sum the squares of a group's gradients on the device, after the work that computes them.
 
-        Returns None if there are no gradients, or if the host must compute the sum.
+        Return None if there are no gradients, or if the host must compute the sum.
         """
         return self._device.sum_squares([grads[i] for i in sorted(grads)]) if grads else None
 

@@ -246,7 +246,7 @@ def scale_(values: torch.Tensor, factor: float | torch.Tensor) -> None:
 
 
 class GradientSink:
-    """Sums gradients by (group, tensor), and counts uses to detect the last one."""
+    """The sums of gradients by (group, tensor), and a count of uses to detect the last one."""
 
     def __init__(self) -> None:
         self._grads: dict[str, dict[int, torch.Tensor]] = {}
@@ -360,7 +360,7 @@ class PendingGradients:
 
 
 class GradientCollector:
-    """Counts the uses of each group, and releases its gradients after the last use.
+    """A collector that counts the uses of each group, and releases its gradients after the last.
 
     This is what the reducer of DDP does with a bucket. StepCollectives sums gradients over
     ranks. `gradient_offload` is None if compute runs in host memory.

@@ -85,7 +85,7 @@ class ComputeStart(NamedTuple):
 
 
 class DeviceClock:
-    """Converts time stamps of a device to the clock of the host.
+    """A converter of time stamps of a device to the clock of the host.
 
     The clock of a device starts at an arbitrary time. Its first stamp is assumed to be from the
     time at which the host reads it. If work would then have begun before it was launched, or ended
@@ -144,7 +144,7 @@ LINK = ("h2d", "d2h")
 
 
 class Runner(Protocol):
-    """Executes the actions of a schedule.
+    """The implementation of the actions of a schedule.
 
     The ssd lane submits an action without blocking on I/O, and completes it by waiting for it. On
     the other lanes, `run` returns when the action is done. `scalars` belongs to the schedule of
@@ -451,7 +451,8 @@ class Lanes:
         self._finish_launched()
         first = self._compute[0].number if self._compute else self._enqueued + 1
         self._threads.cancel_from(first)
-        for job in self._compute:  # Lanes that wait for a cancelled action must not wait longer.
+        # Lanes that wait for a cancelled action must not wait longer.
+        for job in self._compute:
             job.done.set()
         self._compute.clear()
         if self._caller_jobs is not None:
@@ -504,7 +505,7 @@ class Lanes:
             seen, since = self._progress.finished, time.monotonic()
             while not job.done.is_set():
                 self._progress.raise_if_failed()
-                # Only updates run on the caller's thread, so nothing else needs to wake it.
+                # If updates have their own thread, only the end of the job needs to wake this one.
                 if self._caller_jobs is None:
                     job.done.wait(0.2)
                     self._progress.raise_if_failed()

@@ -43,10 +43,10 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class LoggedGroup:
-    """The logged gradients of a group in one step: their dtype, and the tensors that have one."""
+    """The logged gradients of a group in one step: their dtype and their tensors."""
 
     dtype: torch.dtype
-    tensors: frozenset[int]
+    tensors: frozenset[int]  # the numbers of the tensors that have a gradient
 
     def nbytes(self, parameters: int) -> int:
         """Return the bytes that a chunk takes in the log: one page if there is no gradient."""
@@ -226,9 +226,10 @@ class LoggedGradients:
     def read(
         self, number: int, chunk: int, buffer: int, *, last_only: bool = False
     ) -> Iterator[LogTicket]:
-        """Submit reads of a chunk's gradients in all live steps, and yield their tickets.
+        """Submit reads of a chunk's gradients in the steps of the log, and yield their handles.
 
-        With `last_only`, only the gradients of the last step are read.
+        These are the gradients of every logged step since the last full state or, with
+        `last_only`, of the last step only. A step in which the group has no gradient needs no read.
         """
         group, cut = self._groups[number], self._chunks[number][chunk]
         self._staged[buffer] = steps = self._live[-1:] if last_only else list(self._live)
@@ -260,7 +261,7 @@ class LoggedGradients:
     # -- while the lanes are idle -----------------------------------------------------------------
 
     def folded(self) -> None:
-        """Drop all live steps, because the committed generation includes them."""
+        """Drop all logged steps, because the committed generation includes them."""
         self._live = []
 
     def reset(self) -> None:

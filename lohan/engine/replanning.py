@@ -64,7 +64,7 @@ class ReplanDecision:
 
 
 class Replanner:
-    """Compares an early step of each plan with its forecast, and changes the plan if that pays.
+    """A comparison of an early step of each plan with its forecast, and changes of the plan.
 
     The step is the third or, if not every step commits, the fourth. The plan changes at most
     twice. With several ranks, all of them call `after_step` after the same steps; the first
@@ -90,7 +90,7 @@ class Replanner:
     def after_step(self, spans: list[Span], *, step_s: float) -> str | None:
         """Compare a step of each plan with its forecast, and change the plan if that pays.
 
-        Returns a description of what was measured and changed, or None if there is none.
+        Return a description of what was measured and changed, or None if nothing was measured.
         """
         self._plan_steps += 1
         # The first two steps of a plan are always committed. Some writes of the second are done
@@ -233,7 +233,7 @@ Result = TypeVar("Result")
 
 
 class OomGuard:
-    """Runs the steps of a session, and reduces the plan if device memory runs out.
+    """A guard that runs the steps of a session, and reduces the plan if device memory runs out.
 
     Other programs may use the memory, or kernels may need more than was measured. Both happen in
     the first steps, and the run then continues with a plan for less memory. A smaller micro-batch

@@ -334,7 +334,7 @@ class ActionScheduler:
     def wait_for_squares(self) -> list[int]:
         """Wait until the squares of all groups are summed whose last use was in backward.
 
-        Returns the other groups. Their squares are summed after BACKWARD_DONE, so the caller cannot
+        Return the other groups. Their squares are summed after BACKWARD_DONE, so the caller cannot
         wait for them here.
         """
         trained = (group for group, chunks in enumerate(self._spec.chunks) if chunks)

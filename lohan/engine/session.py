@@ -158,15 +158,16 @@ class Session:
     def take_finished(self) -> list[dict[str, Any]]:
         """Return the metadata of steps that have ended since the last call, oldest first.
 
-        They include steps between two commits, which are not durable yet. If this method is not
+        This includes steps between two commits, which are not durable yet. If this method is not
         called, only the metadata of the last few steps is kept.
         """
         return self.execution.take_finished()
 
     def flush(self) -> None:
-        """Wait for the updates of every finished step and, if every step commits, for its commit.
+        """Wait until the updates of every finished step are done.
 
-        A loop does not need this, because the next forward waits for what it uses.
+        Steps that commit are then durable. With a commit interval, call `commit` to make the last
+        step durable. A loop does not need this, because the next forward waits for what it uses.
         """
         self.executor.flush()
 
@@ -180,8 +181,8 @@ class Session:
 
         The optimizer runs when the body ends. Weights are transferred once per call. One larger
         batch, divided into micro-batches, transfers them once in total and needs no memory for
-        gradients. The sums are held in host memory. If the plan leaves too little for them, the
-        session continues with one that does.
+        gradients. The sums are held in host memory. If the plan leaves too little memory for the
+        sums, the session continues with a plan that leaves enough.
         """
         if self.executor.collector.accumulated is None:
             self.make_room_for_sums()

@@ -101,7 +101,7 @@ class Step:
     def groups_to_hand_over(self) -> tuple[int, ...] | None:
         """Return the groups whose last use is the site that backward runs now.
 
-        Returns None if the backward is not scheduled ahead.
+        Return None if the backward is not scheduled ahead.
         """
         return None if self.last_uses is None else self.last_uses[len(self.backward) - 1]
 
@@ -167,7 +167,7 @@ SETTLING_STEPS = 2
 
 
 class CommitClock:
-    """Decides after each step whether the next one is committed; all ranks decide alike."""
+    """The decision, after each step, whether the next one is committed; all ranks decide alike."""
 
     def __init__(self, plan: Plan, process_group: ProcessGroup) -> None:
         self._plan, self._process_group = plan, process_group
@@ -220,7 +220,7 @@ def clip_factor(norm: float, limit: float) -> float:
 
 
 class Clipping:
-    """Decides for each step whether updates wait for the norm.
+    """The decision, for each step, whether updates wait for the norm.
 
     The decision depends on the recent steps. The class also computes the norm, and accepts or
     rolls back updates that did not wait for it.

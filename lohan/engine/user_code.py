@@ -295,7 +295,7 @@ class WeightRead(torch.autograd.Function):
 
 
 class KeptGradients:
-    """Adds gradients to the `.grad` of their parameters, as PyTorch does, and updates nothing."""
+    """A target of gradients that adds them to `.grad`, as PyTorch does, and updates nothing."""
 
     def __init__(self, watched: WatchedParameters, groups: tuple[FlatGroup, ...]) -> None:
         self._groups, self._parameters = groups, watched.parameters
@@ -317,9 +317,9 @@ class KeptGradients:
 
 
 class UnwantedGradients:
-    """Discards the gradients of parameters, if backward was called for other tensors.
+    """A target that discards the gradients of parameters if backward is for other tensors.
 
-    It keeps what was the target before, and the gradients of resident parameters.
+    It stores the previous target, and the gradients that resident parameters had.
     """
 
     def __init__(self, target: Any, resident_grads: list[torch.Tensor | None]) -> None:

@@ -205,7 +205,11 @@ class GroupUses:
             sink.expect(key)
 
     def claim(self, executor: Executor, name: str) -> None:
-        """Raise an error if this call may not run its backward; `name` is the name of the block."""
+        """Mark the backward of this call as started.
+
+        Raise an error if it has run already, or if the weights have changed since the forward.
+        `name` is the name of the block in the message.
+        """
         if self._withdraw.detach() is None:
             raise LohanError(
                 f"{name}: backward ran twice through the same forward; every forward takes one "
@@ -277,7 +281,7 @@ class _Views(NamedTuple):
 
 
 class BlockRunner:
-    """Fetches the weights of a site, runs its forward or backward, and releases them.
+    """The calls of sites: fetch the weights, run forward or backward, and release the weights.
 
     `guarded` rolls the step back if a call fails.
     """
@@ -462,7 +466,7 @@ NamedGrads = Mapping[str, torch.Tensor | None]
 
 
 class FirstCalls:
-    """Compares the first call of each block in `sites` with a plain call."""
+    """A comparison of the first call of each block in `sites` with a plain call."""
 
     def __init__(self, sites: Collection[str] = ()) -> None:
         self._unchecked = set(sites)

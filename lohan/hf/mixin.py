@@ -330,10 +330,10 @@ class LohanMixin(OutputStore):
         return loss
 
     def _undo_of_batch(self) -> Callable[[], None] | None:
-        """Return a function that undoes what running a batch changes; None if it cannot run twice.
+        """Return a function that undoes what running a batch changes, or None.
 
-        It can run twice if its loss has no side effects other than gradients and the state that
-        this function restores.
+        The result is None if a batch cannot run twice, because its loss has side effects other than
+        gradients and the state that the function restores.
         """
         library_method = super().compute_loss.__func__  # type: ignore[misc]
         repeatable = (
@@ -347,8 +347,8 @@ class LohanMixin(OutputStore):
     def _joined_batch(self, parts: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
         """Return the batches joined into one, or None if they must run one by one.
 
-        They must if the loss of the joined batch would not be the sum of their losses, if gradient
-        hooks have to run for each batch, or if they cannot be padded to one shape.
+        This is the case if the loss of the joined batch would not be the sum of the losses, if
+        gradient hooks have to run for each batch, or if the batches cannot be padded to one shape.
         """
         if len(parts) == 1:
             return dict(parts[0])

@@ -299,7 +299,10 @@ class TorchGroups:
             )
 
     def at(self, step: int) -> GroupValues:
-        """Return the current values of the groups."""
+        """Return the hyper-parameters that the groups of the torch optimizer currently have.
+
+        They do not depend on `step`, because Trainer's scheduler writes them before every step.
+        """
         groups = self._torch.param_groups
         if len(groups) != len(self._keys):
             raise ConfigError(

@@ -24,7 +24,7 @@ def _widened(model: nn.Module, inputs: Any, outputs: Any) -> Any:
 
 
 class _LossesInFp32(TorchFunctionMode):
-    """Compute loss functions in fp32 while the forward of the model runs.
+    """A mode that computes loss functions in fp32 while the forward of the model runs.
 
     The mode is not active while blocks are recomputed.
     """

@@ -24,7 +24,7 @@ class Resumption:
     """The checkpoint that a call of `train` continues from, if any, and the state of that step."""
 
     def __init__(self, trainer: Any) -> None:
-        # The session of a Trainer must not keep it alive.
+        # A weak reference, so that the session does not keep the Trainer alive.
         self._trainer = weakref.ref(trainer)
         self.active = False  # whether the training continues an earlier one
         self.beyond = 0  # steps that the store has committed after the checkpoint

@@ -173,7 +173,7 @@ class OutputStore:
     def _keep_open(self, session: Session) -> None:
         """Keep the session open until its Trainer is deleted, and close it then.
 
-        When the model is deleted too, its store is removed if it is spare.
+        When the model is deleted too, the store is removed if it is spare.
         """
         _MODELS.add(session.model)
         name = self._store_name()
@@ -197,8 +197,8 @@ class OutputStore:
     def _is_of_store(self, checkpoint: Path) -> bool:
         """Return whether a checkpoint belongs to the training of the output folder's store.
 
-        A checkpoint that contains no state is assumed to belong to it, because training could not
-        continue from that checkpoint otherwise.
+        A checkpoint that contains no state is assumed to belong to that training, because training
+        could not continue from the checkpoint otherwise.
         """
         dirs = self._store_dirs()
         if not self._has_state(checkpoint):

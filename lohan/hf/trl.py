@@ -52,7 +52,7 @@ Part = dict[str, torch.Tensor]  # a call of the model: input_ids, attention_mask
 
 
 class TokenMetrics:
-    """Collects the values that TRL's metrics need for labelled tokens, slice by slice."""
+    """A collection of the values that TRL's metrics need for labelled tokens, slice by slice."""
 
     def __init__(self) -> None:
         self._values: list[tuple[torch.Tensor, ...]] = []

@@ -95,7 +95,10 @@ class UserSteps:
 
     @contextmanager
     def own_step(self, session: Session) -> Iterator[None]:
-        """Let every backward in the `with` body run a step, for LoHan's own training_step."""
+        """Make every backward in the `with` body run a step.
+
+        LoHan's own `training_step` uses this. A `training_step` of the user does not.
+        """
         before = session.updates_in_backward
         session.updates_in_backward = self.in_own_step = True
         try:

@@ -257,7 +257,7 @@ class RankInfo:
         return name if self.world == 1 else f"{name}-rank{self.rank}of{self.world}"
 
     def rows(self, count: int) -> tuple[int, int]:
-        """Return the rows [start, stop) of a batch that this rank computes.
+        """Return the rows [start, stop) that this rank computes of a batch with `count` rows.
 
         If the rows cannot be divided evenly, the first ranks get one more row.
         """

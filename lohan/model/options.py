@@ -54,7 +54,10 @@ class PlanOptions(RunOptions):
         )
 
     def logging(self, steps: int) -> PlanOptions:
-        """Return the options with a fixed `log_gradients`, as in `Plan`; 0 stands for no log."""
+        """Return the options with a log whose full state is written every `steps` steps.
+
+        With 0, return the options without a log.
+        """
         commit = Interval(steps, 0.0) if steps else self.commit
         return replace(self, log_gradients=steps, log_choices=(), commit=commit)
 
@@ -68,7 +71,8 @@ LOG_CHOICES = (8, 4)
 def with_log(options: PlanOptions, setting: str | int, *, commit_every: str | int) -> PlanOptions:
     """Return the options with a log of gradients, or with the choice left to the planner.
 
-    Raises ConfigError if the user asks for a log and it is not possible.
+    `setting` is the value of the setting `log_gradients`. Raise ConfigError if the user asks for a
+    log and other options do not permit it.
     """
     steps = log_steps(setting)
     if steps == 0:

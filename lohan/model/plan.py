@@ -83,7 +83,7 @@ class Plan(RunOptions):
     # them.
     spilled_sites: tuple[str, ...] = ()
     spilled_site_bytes: tuple[int, ...] = ()
-    act_buffers: int = 2  # Host buffers, each large enough for the largest such site.
+    act_buffers: int = 2  # Host buffers, each for the kept activations of the largest such site.
     # Sites whose activations stay on the device until backward.
     staying: tuple[str, ...] = ()
     device_slots: int = 0  # Weight slots on the device. 0: compute uses host memory.

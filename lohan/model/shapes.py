@@ -64,7 +64,7 @@ class BlockShape:
     linear_ends: int = 0  # Sum of the input and output widths of all its linear layers.
 
     def adapter_parameters(self, rank: int) -> int:
-        """Return the parameters of adapters of this rank on all linear layers of the block."""
+        """Return the number of parameters of LoRA adapters on all linear layers of the block."""
         return rank * self.linear_ends
 
     def flops_at(self, seq: int) -> float:
@@ -475,7 +475,10 @@ class _Keys:
     name: str
 
     def number(self, *names: str, default: int | None = None) -> int:
-        """Return the positive integer under the first of these keys that is not null or missing."""
+        """Return the positive integer under the first key in `names` that is not null or missing.
+
+        If all of them are, return `default`. Without a default, raise ConfigError.
+        """
         for key in names:
             value = self.config.get(key)
             if value is None:
@@ -531,8 +534,10 @@ class _Gated:
     kv_heads: int | None = None
     head_dim: int | None = None
     tied: bool = False
-    qkv_bias: bool | None = False  # None: as in `attention_bias`, which then includes the output.
-    attention_bias: bool = False  # Default of that key.
+    # Whether query, key and value have a bias. None: the key `attention_bias` decides, also for the
+    # output projection.
+    qkv_bias: bool | None = False
+    attention_bias: bool = False  # Default of the key `attention_bias`.
     mlp_bias: bool = False  # True if the key `mlp_bias` is honoured.
     qk_norm: bool = False
     sandwich: bool = False

@@ -165,9 +165,9 @@ class StateArray:
 
 
 class ChunkBytes(dict[int, int]):
-    """Maps the number of parameters of a state chunk to its bytes, computed once for each number.
+    """A map from the number of parameters of a state chunk to its bytes.
 
-    Results are cached because planning needs the same sizes very often.
+    Each size is computed once, because planning needs the same sizes very often.
     """
 
     def __init__(self, arrays: tuple[StateArray, ...]) -> None:
@@ -276,7 +276,10 @@ def stored_state_format(meta: Mapping[str, Any]) -> StateFormat:
 
 
 def stored(meta: Mapping[str, Any], key: str, kind: Any, default: Any = None) -> Any:
-    """Return the value of a key in a manifest, and raise StoreError if it has the wrong type."""
+    """Return the value of a key in a manifest, or `default` if the manifest has no such key.
+
+    Raise StoreError if the value does not have the type `kind`.
+    """
     try:
         return checked(meta.get(key, default), kind, key)
     except WrongType as error:
@@ -414,9 +417,10 @@ class StoredModel:
 
 
 def stored_model(meta: Mapping[str, Any], held: Sequence[Region]) -> StoredModel:
-    """Return the model that a manifest describes, after comparing it with the store's regions.
+    """Return the model that the metadata of a manifest describes.
 
-    An error is raised unless every chunk exists and has the expected size.
+    `held` are the regions of the store. An error is raised unless these contain every chunk of the
+    model in the expected size.
     """
     state_format, chunk_params = stored_state_format(meta), stored(meta, "chunk_params", int)
     ranks = RankInfo(stored(meta, "rank", int, 0), stored(meta, "world", int, 1))

@@ -46,7 +46,7 @@ PARTS = 8  # number of increments in which a class is added to all blocks of a m
 class Choice:
     """A choice of kept activations and deferred updates, with the resulting step time."""
 
-    kept: Kept  # as in Plan
+    kept: Kept  # the blocks that keep each class, as in `Plan.kept`
     deferred: float  # share of the updates that wait for the next forward
     step_s: float
     written: float  # bytes written to SSD per step
@@ -66,7 +66,8 @@ def choose(
     """Return the best choice over all levels of activations and all shares of deferred updates.
 
     If `kept` is given, only the share is chosen. Of equally fast choices, the one that keeps the
-    fewest bytes is returned.
+    fewest bytes is returned. `limit` is the budget of host memory in bytes, and `minimise` is as in
+    PlanOptions. With `spill_all`, all held gradients go to SSD.
     """
     pricer = _Pricer(profile, memory, workload, plan, limit, spill_all)
     shares = SHARES if plan.update_mode == "balanced" and plan.overlap else (0.0,)
@@ -153,7 +154,12 @@ class _Pricer:
         out: float,
         kept: float,
     ) -> Traffic:
-        """Return the traffic of a step with this share of deferred updates."""
+        """Return the bytes that a step moves over each lane if it defers this share of its updates.
+
+        `compute` are the seconds of forward, backward and head. `free` are the bytes of host memory
+        for caches and waiting gradients, `out` the bytes of activations that go to SSD, and `kept`
+        those that cross the link.
+        """
         fmt, n, trained, plan = self.memory.state_format, self.parameters, self.trained, self.plan
         width = self.memory.gradient_width
         waiting = trained * width * share
@@ -382,11 +388,11 @@ class Step:
         return self.forward_s * p.d2h if p.has_link else float("inf")
 
     def spilled(self, kept: float) -> float:
-        """Return the bytes of all GPUs that are spilled to SSD if each GPU keeps `kept` bytes."""
+        """Return the bytes that all GPUs together spill to SSD if each GPU keeps `kept` bytes."""
         return max(0.0, self.profile.gpus * kept - self.room)
 
     def iteration_s(self, kept: float, recompute_s: float) -> float:
-        """Return T_iter for the given bytes kept and the given seconds of recomputation."""
+        """Return the step time, given the bytes kept and the seconds of recomputation."""
         p, out = self.profile, self.spilled(kept)
         ssd_s = _seconds_at(self.weights_read, p.ssd_read) + _seconds_at(out, p.ssd_write)
         forward_s = max(self.forward_s, ssd_s)
@@ -401,7 +407,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One class of activations of one block."""
+    """One class of activations of one block, which a policy may keep or recompute."""
 
     block: int
     name: str
@@ -507,7 +513,10 @@ def checkmate(step: Step, model: ModelShape, *, tokens: float, seq: int) -> Poli
 
 
 def _least_recompute(kinds: Sequence[Sequence[Candidate]], room: float) -> list[int]:
-    """Return how many candidates of each kind to keep in `room` bytes to save the most seconds."""
+    """Return how many candidates of each kind to keep in `room` bytes of host memory.
+
+    This choice saves the most seconds of recomputation.
+    """
     if not kinds or room < min(kind[0].bytes for kind in kinds):
         return [0] * len(kinds)
     try:
@@ -614,8 +623,8 @@ def _seconds_at(amount: float, rate: float) -> float:
 
 
 ALIASES = {"recompute": "static", "inputs": "static", "all": "g10"}
-# Stands for an unknown machine. It has a constant speed and no link, so the choices do not depend
-# on the speed.
+# The substitute for an unknown machine. It has a constant speed and no link, so the choices do not
+# depend on the speed.
 _ANY = Profile(name="any", device="cpu", compute=((1.0, 1e9),), host_bytes=0, adam=1e9)
 
 
@@ -685,7 +694,10 @@ def _step(
     limit: int,
     profile: Profile,
 ) -> Step:
-    """Return the terms of the paper's T_iter for this run, with all weights and state on SSD."""
+    """Return the terms of the paper's T_iter for this run, with all weights and state on SSD.
+
+    `plan` keeps only block inputs, and `limit` is the budget of host memory in bytes.
+    """
     fmt, width = memory.state_format, memory.state_format.weight_bytes
     count = float(sum(group.numel for group in memory.moving))
     base = replace(plan, kept=(), spilled_sites=())

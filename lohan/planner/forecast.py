@@ -29,16 +29,18 @@ from lohan.schedule.simulate import (
 from lohan.schedule.steps import ExecutionOrder, Phases, chain_of, planned_order, spec_of
 from lohan.util.trace import LANES, Span, busy_s, overlap_shares
 
-BUS = "bus"  # main memory as a lane; drives, links and updates share it
+BUS = "bus"  # the lane of main memory, which drives, links and updates share
 K = TypeVar("K")
 V = TypeVar("V")
 PHASES = ("forward", "backward", "after backward")
 STEPS = 2  # number of simulated steps; the forecast describes the second
-# For each simulated step, whether it commits; used if not every step of the plan does.
+# For each simulated step, whether it commits. This is used if not every step of the plan commits.
 COMMITTING_STEPS = (False, False, True, False)
-FEW_CHUNKS = 256  # number of chunks to which a rough forecast reduces the schedule by joining
-ROUGH_FACTOR = 5  # a rough forecast joins chunks if there are more than this many times FEW_CHUNKS
-MANY_CHUNKS = 1024  # number of chunks to which any forecast reduces more than twice as many
+FEW_CHUNKS = 256  # number of chunks that remain if a rough forecast joins chunks
+ROUGH_FACTOR = 5  # A rough forecast joins chunks if there are more than this many times FEW_CHUNKS.
+# The number of chunks that remain if any other forecast joins chunks. Chunks are joined if there
+# are more than twice as many.
+MANY_CHUNKS = 1024
 CACHED_FORECASTS = 8  # number of rough forecasts, and of schedules, that are cached
 SLOWDOWN_ROUNDS = 3  # number of repeated simulations if lanes slow each other down
 _IDLE = SiteWork(forward_flops=0.0, recompute_flops=0.0, tokens=1.0)
@@ -118,7 +120,7 @@ class _Chain:
 
 @dataclass(frozen=True)
 class Simulator:
-    """Forecasts plans for one batch on one machine."""
+    """A simulator that forecasts plans for one batch on one machine."""
 
     profile: Profile
     blocks: Blocks
@@ -151,7 +153,7 @@ class Simulator:
 
         Most plans that take longer are recognized before all of their steps are simulated. With
         `bound_first`, the seconds of the busiest lane are computed before anything is simulated.
-        This saves time if they are expected to be `than_s` or more.
+        This saves time if the busiest lane is expected to take `than_s` or more.
         """
         forecast = self._rough.get((plan, False))
         if forecast is None:
@@ -172,6 +174,7 @@ class Simulator:
         """Return the forecast of a plan, or None if a lower bound of a step is at least `than_s`.
 
         The lower bounds are the time of the busiest lane and the time of a step without commits.
+        The arguments are those of `forecast` and `faster`.
         """
         profile, blocks, workload = self.profile, self.blocks, self.workload
         work = step_work(blocks, workload, plan, has_own_memory=profile.has_link)
@@ -412,7 +415,7 @@ def step_work(
 
 
 LEAST_BACKWARD = 0.2  # smallest share of backward that is attributed to gradients
-HEAD = "head"  # key of the seconds of the head
+HEAD = "head"  # key under which the seconds of the head are summed, beside those of operations
 UNKNOWN_DRIVE = 1e9  # bytes/s; a conservative guess if the step used no drive
 
 

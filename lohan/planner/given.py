@@ -45,10 +45,11 @@ def read_plan(plan: GivenPlan) -> Plan:
 
 
 def accept_plan(plan: Plan, problem: PlanProblem) -> Planned:
-    """Return a given plan with its ledger for this run; raise an error if it does not suit the run.
+    """Return a plan that the user gives, with its ledger for this run.
 
-    The plan decides what leaves memory and when updates run (`update_mode`, `overlap`). All
-    options that affect results must be those of the run, and the plan must fit into the budgets.
+    The plan decides what leaves memory and when updates run (`update_mode`, `overlap`). Raise an
+    error if options that affect results are not those of the run, or if the plan does not fit into
+    the budgets.
     """
     _check_options(plan, problem.options)
     _check_names(plan, problem)

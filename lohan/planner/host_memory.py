@@ -26,14 +26,17 @@ class Use(Enum):
 
 @dataclass(frozen=True)
 class FillOrder:
-    """Variations in the order in which free host memory is used. The search compares them."""
+    """Variations in the order in which free host memory is used, which the planner compares."""
 
     spill_all: bool = False  # all held gradients go to SSD, even if memory has room for them
     whole_groups: bool = False  # weights and state of whole groups come before other weights
 
 
 def share_out(free: float, wanted: Mapping[Use, float]) -> dict[Use, float]:
-    """Divide `free` bytes among the uses in the order of `Use`. Return the bytes of each use."""
+    """Return how many bytes each use gets if `free` bytes are divided in the order of `Use`.
+
+    `wanted` are the bytes that each use could fill.
+    """
     shares: dict[Use, float] = {}
     for use in Use:
         shares[use] = min(max(0.0, free), wanted.get(use, 0.0))

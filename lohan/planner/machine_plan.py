@@ -97,7 +97,10 @@ def _head_group(model: ModelShape) -> str:
 def load_of_shape(
     model: ModelShape, *, batch: int, seq: int, dtype: str, tiles: int = 0
 ) -> BatchWorkload:
-    """Return the workload of a batch, derived from the model shape; `tiles` is as in Plan."""
+    """Return the workload of a batch, derived from the model shape.
+
+    `tiles` is the number of tokens per tile, or 0 without tiles.
+    """
     width = STATE_FORMATS[dtype].weight_bytes
     seq = model.sample_tokens or seq
     blocks = [block.in_tiles() if tiles else block for block in model.blocks]
@@ -379,7 +382,7 @@ def problem_of(request: PlanRequest) -> MachineProblem:
         raise ConfigError(f"{machine.name} has no drive; take a machine with one")
 
     def overhead(host_bytes: int) -> Overhead:
-        """Return the same overhead as in a run on such a card."""
+        """Return the overhead of libraries and kernels that a run on this card has."""
         if not machine.has_gpu:
             return ()
         memory = host_bytes if machine.unified else machine.device_bytes
@@ -486,7 +489,7 @@ def largest_batch(request: PlanRequest) -> int:
 
 
 def largest_model(request: PlanRequest, models: list[ModelShape]) -> ModelShape | None:
-    """Return the largest of these models that fits, or None."""
+    """Return the largest of `models` that the requested machine can train, or None."""
     for model in sorted(models, key=lambda m: -m.parameters):
         if fits(replace(request, model=model)):
             return model

@@ -382,7 +382,10 @@ class DeviceMemoryModel:
 
     @cached_property
     def _largest(self) -> tuple[int, int]:
-        """The parameters of the largest trained group, and of the largest group that moves."""
+        """The number of parameters of the largest trained group, and of the largest group to load.
+
+        Groups that are always in memory are not loaded.
+        """
         trained = max((group.numel for group in self._host.trained), default=0)
         return trained, max(group.numel for group in self._host.moving)
 

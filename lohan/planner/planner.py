@@ -237,7 +237,11 @@ def _fast(micro_batch: int | None, workload: BatchWorkload | None, profile: Prof
 
 
 def over_budget(plan: Plan, tier: str, limit: int, *, what: str, hint: str) -> BudgetError:
-    """Return the error for a tier that is too small. It names the largest owners and a remedy."""
+    """Return the error for a tier that is too small, which names the largest owners and a remedy.
+
+    `limit` is the budget of the tier in bytes, `what` the subject of the message, such as "the
+    run", and `hint` its end.
+    """
     needed, option = plan.tier_bytes(tier), {"device": "--device-memory", "host": "--host"}[tier]
     rows = sorted((e for e in plan.ledger if e.tier == tier), key=lambda e: -e.bytes)
     largest = ", ".join(f"{e.owner} {format_bytes(e.bytes)}" for e in rows[:3])
@@ -660,7 +664,7 @@ def _in_one_memory(problem: PlanProblem) -> Planned:
 
 
 def _enough(fits: Callable[[int], bool], little: int) -> int:
-    """Return a size that fits and is close to the smallest such size."""
+    """Return a size above `little` that fits and is close to the smallest such size."""
     sizes = (little * 2**times for times in range(1, DOUBLED))
     high: int = next(filter(fits, sizes), little * 2**DOUBLED)
     low = high // 2

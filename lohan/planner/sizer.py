@@ -21,7 +21,10 @@ from lohan.util.units import EVERY_STEP, MiB, align_up
 
 
 class GreedyFill:
-    """Extends plans while they fit. `limit` is in bytes of host memory; `fits` checks all tiers."""
+    """The steps that extend a plan as long as it fits.
+
+    `limit` is in bytes of host memory; `fits` checks all tiers.
+    """
 
     def __init__(self, memory: MemoryModel, limit: int, fits: Callable[[Plan], bool]) -> None:
         self._memory, self._limit, self._fits = memory, limit, fits
@@ -209,7 +212,10 @@ DEVICE_SLOTS = 3  # weight slots on the device: one in use, one being loaded, on
 
 
 class Sizer:
-    """Builds plans for one micro-batch size, starting from the smallest plan."""
+    """A builder of plans for one micro-batch size, which starts from the smallest plan.
+
+    In all methods, `limit` is the budget of host memory in bytes.
+    """
 
     def __init__(
         self,
@@ -282,8 +288,8 @@ class Sizer:
         """Return the small groups that stay in host memory, such as adapters.
 
         A group is small if it is not the largest group of any site. A slot has the size of the
-        largest group, so caching these groups can take less memory than slots for them. If it does
-        not, the result is empty.
+        largest group, so caching these groups can take less memory than slots for them. If caching
+        takes more memory, the result is empty.
         """
         by_key = self.blocks.by_key
         main = {max(s.groups, key=lambda k: by_key[k].numel) for s in self.blocks.sites if s.groups}
@@ -328,7 +334,7 @@ class Sizer:
         return plan.tier_bytes("host") <= limit and plan.tier_bytes("device") <= self.device
 
     def _with_spilled_sites(self, plan: Plan, limit: int) -> Plan:
-        """Spill the activations of the fewest blocks with which the plan fits into host memory.
+        """Return the plan with the activations of as few blocks on SSD as it needs to fit.
 
         The blocks are spread evenly over the model, so that the drives are evenly loaded.
         """
@@ -399,7 +405,10 @@ class Sizer:
         return plan
 
     def _placed(self, plan: Plan, limit: int) -> Plan:
-        """Spill the kept activations that host memory cannot hold to SSD; with g10, spill all."""
+        """Return the plan with kept activations on SSD as far as host memory cannot hold them.
+
+        With the policy g10, all of them are on SSD.
+        """
         if self.options.activations != "g10":
             return self._with_spilled_sites(self.memory.with_ledger(plan), limit)
         names = (name for name in self.memory.sizes.names if name not in plan.staying)

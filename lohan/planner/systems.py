@@ -39,7 +39,10 @@ from lohan.util.units import format_bytes
 # -- Policies: placement of tensors, overlap, and memory requirements ------------------------------
 
 
-# The state consists of master weights, m and v in fp32.
+# Comments abbreviate the parts of the state as in the paper: P32 are master weights in fp32, P16
+# their 16-bit copy for compute, G16 and G32 the gradients in either type, m and v AdamW's moments.
+
+# The state consists of P32, m and v.
 FP16 = BytesPerParameter(weight=2.0, state=12.0, gradient=2.0)
 
 
@@ -78,7 +81,9 @@ class Policy:
     model_parallel: bool = False  # whether GPUs share each block instead of the batch
     # Bytes/s at which the CPU sums the gradients of several GPUs; 0 if the GPUs sum them.
     sum_rate: float = 0.0
-    whole_recompute: bool = True  # whether recomputation runs to the end of the block
+    # Whether recomputation also runs the last operations of a block, whose results backward does
+    # not need.
+    whole_recompute: bool = True
     layout: BytesPerParameter = FP16
     # Memory requirements without activations and logits.
     host: MemoryFormula = field(default_factory=MemoryFormula)
@@ -131,7 +136,10 @@ def room_for_kept(policy: Policy, model: ModelShape, profile: Profile) -> float:
 
 
 def twins(policy: Policy, model: ModelShape, profile: Profile, tokens: float) -> float:
-    """Return the bytes of the second copies that a policy keeps of block inputs, for all GPUs."""
+    """Return the bytes of the additional copies of block inputs that a policy keeps.
+
+    The result is the total of all GPUs.
+    """
     copies = INPUT_COPIES.get(policy.activations, 1) - 1
     return profile.gpus * copies * input_bytes(model, tokens)
 
@@ -251,7 +259,7 @@ def _have(profile: Profile, tier: str) -> int:
 
 
 def _short_tier(profile: Profile, ledger: tuple[LedgerEntry, ...]) -> str | None:
-    """Return the first tier that is too small, or None."""
+    """Return the first tier that is smaller than the sum of its ledger entries, or None."""
     needed = {tier: sum(e.bytes for e in ledger if e.tier == tier) for tier in TIERS}
     return next((tier for tier in TIERS if needed[tier] > _have(profile, tier)), None)
 
@@ -318,8 +326,8 @@ _SLIDEFORMER = Policy(
     prefetch=2,
     whole_recompute=False,
     touched=_FUSED,
-    # Host bytes per parameter: 12 for P32, m and v; the rest is buffers for P16 and gradients,
-    # which all layers share.
+    # Host bytes per parameter: 12 for P32, m and v. The other 1.4 are buffers for P16 and
+    # gradients, which all layers share.
     host=MemoryFormula(per_parameter=13.4),
     device=_TWO_BLOCKS,
 )
@@ -457,7 +465,10 @@ def policy(name: str) -> Policy:
 def with_choices(
     chosen: Policy, *, update_mode: str | None = None, activations: str | None = None
 ) -> Policy:
-    """Return the policy with the user's choices, or raise a ConfigError if they are not free."""
+    """Return the policy with the user's choices.
+
+    Raise a ConfigError if the policy fixes another value.
+    """
     wanted = replace(
         chosen,
         update_mode=update_mode or chosen.update_mode,

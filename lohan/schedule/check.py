@@ -274,7 +274,10 @@ class _Gradients:
             _fail(action, f"the gradients of {source[2]} may not be there yet")
 
     def check_in_memory(self, action: Action) -> None:
-        """Check that held gradients of the chunk that are on SSD were fetched for the update."""
+        """Check that the update of a chunk finds its held gradients in memory.
+
+        Gradients that were spilled to SSD must be in the staging buffer that the update names.
+        """
         key = (action.index, action.chunk)
         if key in self.on_ssd and (len(action.at) < 3 or self.staged[action.at[2]] != key):
             _fail(action, "its held gradients are on SSD and in no staging buffer")

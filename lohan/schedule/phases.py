@@ -66,7 +66,9 @@ class Upcoming:
             self._at[group].popleft()
 
     def distance(self, held: int | None, *, then: bool = False) -> float:
-        """Return the number of uses until the group in a slot is used again; inf for an empty slot.
+        """Return the number of uses until the group `held` is used again.
+
+        `held` is None for an empty slot, and the result is then inf.
 
         A group without a further use counts as used at the end of the phase or, with `then`, at the
         end of the phase after it.
@@ -79,7 +81,7 @@ class Upcoming:
 
 
 class Builder:
-    """Emits the actions of a phase in program order, and keeps track of slots and buffers.
+    """A builder that emits the actions of a phase in program order and tracks slots and buffers.
 
     The waits of an action are derived from its effects (actions.py). `placed` determines, for the
     updates in this phase, when each group is updated and where its data is. The writes that the
@@ -172,10 +174,10 @@ class Builder:
         return self.slots.index(group) if group in self.slots else None
 
     def bring_site(self, site: int, upcoming: Upcoming, *, must: bool) -> bool:
-        """Read all missing weights of a site into host slots and return whether they have room.
+        """Read all missing weights of a site into host slots.
 
-        Weights that are still needed are not evicted. If there are too few other slots, nothing is
-        read; with `must`, this is an error.
+        Weights that are still needed are not evicted. If there are too few other slots, read
+        nothing and return False; with `must`, this is an error.
         """
         groups = self.spec.sites[site]
         missing = [group for group in groups if self.slot_of(group) is None]
@@ -215,10 +217,10 @@ class Builder:
     # -- the device -------------------------------------------------------------------------------
 
     def load_site(self, site: int, upcoming: Upcoming, busy: Sequence[int], *, must: bool) -> bool:
-        """Load the weights of a site from host slots and return whether the device has room.
+        """Load the weights of a site from host slots to the device.
 
-        Groups in `busy` are not evicted. If there are too few other slots, nothing is loaded; with
-        `must`, this is an error.
+        Groups in `busy` are not evicted. If there are too few other slots on the device, load
+        nothing and return False; with `must`, this is an error.
         """
         groups, held = self.spec.sites[site], self.device
         missing = [group for group in groups if group not in held]
@@ -258,11 +260,17 @@ class Builder:
     # -- kept activations -------------------------------------------------------------------------
 
     def act_buffer(self, site: int) -> tuple[int, ...]:
-        """Take a host buffer for the site's activations; return () if they are not spilled."""
+        """Take a host buffer for a site's activations, and return its number as a tuple.
+
+        The result is empty if the activations of the site are not spilled.
+        """
         return (self.acts.take(),) if site in self.spec.spilled_sites else ()
 
     def device_act_buffer(self, site: int) -> tuple[int, ...]:
-        """Take a device buffer for the site's activations; return () if they are not offloaded."""
+        """Take a device buffer for a site's activations, and return its number as a tuple.
+
+        The result is empty if the activations of the site are not offloaded.
+        """
         return (self.device_acts.take(),) if site in self.spec.offloaded else ()
 
     def offload_activations(
@@ -319,7 +327,7 @@ class Builder:
     def update(self, group: int, *, frees: Sequence[Effect] = ()) -> None:
         """Read, update and write all chunks of a group.
 
-        `frees` are the effects on the rooms that the update of the last chunk frees.
+        `frees` are the effects with which the update of the last chunk frees the gradient room.
         """
         slot, placement = self.held_slot(group), self.placed.of(group)
         for chunk in range(self.spec.chunks[group]):
@@ -496,7 +504,7 @@ def write_behind(spec: ScheduleSpec, buffers: BufferState) -> tuple[Schedule, Bu
 
 
 class _Reach:
-    """Prefetches the weights of the sites in `order`.
+    """A prefetcher of the weights of the sites in `order`.
 
     Weights are read into host slots up to `window` sites ahead, and loaded to the device as far as
     its slots allow. With `release`, a host slot is free as soon as its weights were loaded;
@@ -547,7 +555,7 @@ class _Reach:
 
 
 class _Restoring:
-    """Prefetches kept activations for backward, limited by the buffers on host and device."""
+    """A prefetcher of kept activations for backward, limited by the buffers on host and device."""
 
     def __init__(self, builder: Builder, order: Sequence[int]) -> None:
         self._b, self._order = builder, order
@@ -615,7 +623,10 @@ class _GradientRooms:
             self._device += 1
 
     def freed(self) -> list[Effect]:
-        """Return the effect on the host room that the last update or spill of a group frees."""
+        """Return the effects with which a group's last update or spill frees its gradient room.
+
+        The room is the place for the gradients of one group in host memory.
+        """
         room = ("gradient room", self._host % self._spec.grads)
         self._host += 1
         return [(room, READ, WHOLE)]

@@ -227,11 +227,13 @@ class SiteWork:
     # Bytes that operations on activations, other than matrix products, move through device memory.
     forward_bytes: float = 0.0
     recompute_bytes: float = 0.0
-    kept_bytes: float = 0.0  # activations over the link, in each direction
-    out_bytes: float = 0.0  # activations to SSD and back
+    # Bytes of activations that cross the link to the device, in each direction.
+    kept_bytes: float = 0.0
+    out_bytes: float = 0.0  # bytes of activations that are written to SSD and read back
     # Bytes through device memory to sum the weight gradients of tiles and slices, and for the norm.
     summed_bytes: float = 0.0
-    dequantised_bytes: float = 0.0  # bytes through device memory to unpack weights, in each pass
+    # Bytes through device memory to dequantise weights, in forward and again in backward.
+    dequantised_bytes: float = 0.0
     trained: float = 1.0  # share of the parameters that require a gradient
     head: bool = False
     no_backward: bool = False  # whether no gradient reaches the site
@@ -309,7 +311,7 @@ def bus_bytes(layout: BytesPerParameter) -> dict[Operation, float]:
     """Return the bytes per parameter that each operation moves through main memory.
 
     Checksums are computed while the data of an update is in the CPU cache, and squares are summed
-    on the device, so neither adds any.
+    on the device, so neither adds bytes.
     """
     return {kind: kind.bus(layout) for kind in OPERATIONS.values() if kind.bus is not None}
 

@@ -56,7 +56,7 @@ class IOEngine(Protocol):
     def wait(self, ticket: int, timeout_s: float) -> None:
         """Wait until the ticket's I/O is complete.
 
-        Raises StorageIOError, with path, offset, length and cause, if the I/O failed, was short or
+        Raise StorageIOError, with path, offset, length and cause, if the I/O failed, was short or
         missed the deadline. Each ticket must be waited for exactly once; after a missed deadline it
         may be waited for again.
         """
@@ -232,7 +232,7 @@ class Volume:
     def wait(self, engine_ticket: int, timeout_s: float) -> None:
         """Wait for an engine ticket.
 
-        Raises StorageIOError if the I/O has ended and failed, and DeadlineError if it is still in
+        Raise StorageIOError if the I/O has ended and failed, and DeadlineError if it is still in
         flight.
         """
         start = time.monotonic()

@@ -147,7 +147,7 @@ def _check_manifest(manifest: Manifest) -> None:
 def commit_number(manifest: Manifest) -> int:
     """Return the number of the commit.
 
-    If there are several ranks, it increases with every commit, even if the generation does not.
+    With several ranks, the number increases with every commit, even if the generation does not.
     """
     number: int = checked(manifest.meta.get(COMMITS, manifest.generation), int, f"meta.{COMMITS}")
     return number

@@ -532,8 +532,8 @@ class Store:
         """Discard everything written since the last commit; the committed generation is unchanged.
 
         This waits for all outstanding I/O, including reads, because the buffers will be reused. If
-        the I/O does not complete in time, the store fails. The store also fails if chunks were
-        written in place, because no other copy exists.
+        the I/O does not complete in time, or if chunks were written in place, so that no other copy
+        exists, the store is marked as failed and cannot be used until it is opened again.
         """
         with self._lock:
             self.health.check()
@@ -691,8 +691,8 @@ class Store:
         `folds` states that the generation is that of the last logged step, so other ranks need not
         commit it at the same time. If `checksums` is None, the data and the checksums on disk are
         already correct. After a failed sync it is unknown which data reached the drive, and after a
-        failed rename or directory sync it is unknown which manifest is current. The store then
-        fails, and only reopening it shows which generation is committed.
+        failed rename or directory sync it is unknown which manifest is current. The store is then
+        marked as failed, and only reopening it shows which generation is committed.
         """
         primary, crc = self.dirs[0], self._manifest.sums_crc32c
         try:

@@ -70,9 +70,9 @@ class ChunkTracker:
         self._written[self._per_generation :] = True
 
     def reserve(self, kind: Kind, disk_slot: int, extent: Extent) -> int:
-        """Reserve the chunk until `release` and return the current attempt.
+        """Reserve the chunk until `release`, and return the number of the current attempt.
 
-        See Note [who may touch a chunk].
+        The number increases with every commit and discard. See Note [who may touch a chunk].
         """
         users = self._busy.get((disk_slot, extent.index), 0)
         if users < 0 or (kind == "write" and users):
@@ -169,7 +169,7 @@ class ChunkTracker:
     def keep_unwritten(self, checksums: npt.NDArray[np.uint32]) -> None:
         """Use `checksums` for the chunks that were not written.
 
-        After a step that writes in place, their bytes on disk are unchanged.
+        After a step that writes in place, the bytes of these chunks on disk are unchanged.
         """
         self.checksums[:] = np.where(self._written, self.checksums, checksums)
 

@@ -372,7 +372,7 @@ def drive_finding(subject: str, drive: DriveFacts) -> Finding:
 
 
 def _tried(subject: str, folder: Path) -> Iterator[Finding]:
-    """Check io_uring and O_DIRECT by writing and reading a probe file."""
+    """Write and read a probe file with io_uring and O_DIRECT, and report what is not available."""
     try:
         engine: Any = open_engine("uring")
         uring = None

@@ -6,7 +6,7 @@ Rounding changes a gradient norm far less than a missing or wrong gradient does.
 with random weights reveals neither of them.
 
 In the check of two ranks, each rank runs in its own process:
-`python -m lohan.tools.gpu_norm_checks FOLDER REAL`.
+`python -m lohan.tools.gpu_norm_checks FOLDER REAL`. REAL is 1 on a real GPU and 0 on software CUDA.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ REPEATS = 5  # repetitions of each collective; the median is reported
 
 
 def ranks(bench: Bench) -> CheckResult:
-    """Check that two ranks on two cards train like one, and measure their collectives."""
+    """Check that two ranks on two cards train like one rank, and measure their collectives."""
     count = torch.accelerator.device_count()
     if count < RANKS or bench.open().torch_device.type != "cuda":
         return CheckResult(facts={"skipped": f"needs two CUDA devices, {count} are visible"})
@@ -102,8 +102,8 @@ def train(
 ) -> tuple[list[float], dict[str, str]]:
     """Train a small model on this rank's samples.
 
-    Returns the gradient norms, and the result of `then`, which is called with the session at the
-    end. `patch` is applied to the model first.
+    Return the gradient norms, and the result of `then`, which is called with the session at the
+    end. `patch` is applied to the model before training.
     """
     from lohan.engine.attach import attach
     from lohan.engine.policies import Budget

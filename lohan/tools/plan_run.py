@@ -62,7 +62,8 @@ def plan_traced(
 ) -> MachinePlan:
     """Return the plan of a run with these settings, its forecast and the alternatives.
 
-    Raise the same BudgetError as the run would. The forecast is for a machine with this profile.
+    Raise the same BudgetError as the run would. The forecast is for a machine with `profile`;
+    without one, there is no forecast. `inputs` gives the shapes of the data.
     """
     return with_alternatives(solve(traced_problem(config, profile, minimise, inputs)))
 
@@ -156,7 +157,7 @@ def dry_run(config: Config, display: Display) -> tuple[int, MachinePlan]:
 
 
 LEAST_SPEEDUP = 1.02  # smallest speedup worth listing
-# (smallest budget in bytes, unit to express it in)
+# Pairs of the smallest budget in bytes that is expressed in a unit, and the unit.
 UNITS = ((8 * GiB, "GiB"), (8 * MiB, "MiB"), (0, "KiB"))
 
 

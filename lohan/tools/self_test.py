@@ -31,7 +31,7 @@ from lohan.util.units import format_bytes
 REPORT = "lohan gpu report 1"  # identifies the format of a report
 OK, SLOW, SKIPPED = "ok", "slow", "skipped"
 BAD = ("wrong", "failed", "crashed", "timed out")
-TAIL = 4000  # number of last characters of a check's output in the report
+TAIL = 4000  # The report contains this many of the last characters of a check's output.
 MODULE = "lohan.tools.gpu_checks"
 
 

@@ -126,7 +126,7 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        return self.difference <= self.limit  # False for a NaN
+        return self.difference <= self.limit  # False if the difference is NaN
 
     @property
     def share(self) -> float:
@@ -153,7 +153,7 @@ def judge_losses(
 def judge_weights(
     steps: Sequence[Sequence[Difference]], tolerance: Tolerance, noise: Noise | None
 ) -> list[list[Verdict]]:
-    """Return, for each step, a verdict for every tensor."""
+    """Return, for each step, the verdict of every tensor: its difference and the allowed limit."""
     judged = []
     for number, step in enumerate(steps):
         noisy = _allowances(step, noise.weights[number]) if noise else [0.0] * len(step)
@@ -658,7 +658,11 @@ class _Trial:
         return results[0], results[1]
 
     def noise(self, reference: Trajectory, runs: Sequence[Runs], notes: list[str]) -> Noise | None:
-        """Return the noise, or None if it is not needed or a finer run needs too much memory."""
+        """Return the rounding noise of the reference, measured with a run in a finer type.
+
+        Return None if all runs are within the limits without noise, or if the finer run needs too
+        much memory. In the second case, a note is added to `notes`.
+        """
         dtype = self.recipe.dtype
         plain = list(_judged(runs, reference, TOLERANCES[dtype], None))
         if not any(each.failures for each in plain):

@@ -58,7 +58,7 @@ RESUMABLE = frozenset(
         "output.log",
     }
 )
-ADVICE = {  # advice for settings that a resumed run may not change
+ADVICE = {  # advice for settings that a resumed run cannot change
     "train.steps": "use --steps",
     "train.epochs": "use --steps",
     "budget.gpus": "use --gpus",

@@ -296,7 +296,7 @@ INTERFACES = {
 
 
 def generator_of(seed: int, stream: int, number: int) -> torch.Generator:
-    """Return the random generator of one batch.
+    """Return the random generator of batch `number` in a stream, which is one of those below.
 
     The CPU generator uses only 32 bits of a seed, so the three numbers are hashed.
     """
@@ -461,7 +461,7 @@ def diffusers_folder_of(config: Config) -> DiffusersFolder:
 def _classes(
     samples: list[Sample], source: Path, config: Config, noising: Noising
 ) -> dict[str, int]:
-    """Return the class number of each folder.
+    """Return a map from the name of each folder of samples to its class number.
 
     Evaluation data uses the classes of the training data.
     """

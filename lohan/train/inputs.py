@@ -128,9 +128,9 @@ def _open_device(config: Config) -> Device:
 def open_inputs(
     folder: RunFolder, config: Config, display: Display, *, resume: bool = False
 ) -> Inputs:
-    """Prepare the data and determine the number of steps.
+    """Prepare the data, and return the inputs of the run with its number of steps.
 
-    A resumed run keeps the data it started with.
+    A resumed run keeps the data that it was started with.
     """
     task = task_of(config)
     data = DataRequest(

@@ -209,9 +209,9 @@ class VisionLanguage(Task[Fields]):
         return "\n".join([note, *rendered(examples.rendered)])
 
     def shapes(self, config: Config, examples: list[Fields], *, dtype: str) -> Batch:
-        """Return the largest batch with its values, not only its shapes.
+        """Return the largest batch with its values, because images need more than shapes.
 
-        The positions of image tokens depend on the values.
+        The model puts images at the positions of image tokens, which depend on the values.
         """
         if examples:
             return inputs_of(

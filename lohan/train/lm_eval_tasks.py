@@ -39,7 +39,11 @@ def run_tasks(
     folder: Path | None,
     shown: Display,
 ) -> dict[str, Any]:
-    """Return the results of each task by metric, as the harness reports them."""
+    """Return the results of each task by metric, as the harness reports them.
+
+    `limit` is the number of examples per task, `fewshot` the number of examples in a prompt, and
+    `folder` a folder with further tasks. If `limit` or `fewshot` is None, the harness decides.
+    """
     try:
         import lm_eval
         from lm_eval.tasks import TaskManager
@@ -189,7 +193,10 @@ class Streamed:
         return answers
 
     def encode(self, text: str, special: bool | None = None) -> list[int]:
-        """Tokenise a text; by default, add no BOS token if the text begins with one."""
+        """Return the tokens of a text, with special tokens around it if `special` is true.
+
+        By default, the tokenizer decides, except that a text with a BOS token gets none.
+        """
         start = self.tokenizer.bos_token
         if special is None and start and text.startswith(start):
             special = False
@@ -201,7 +208,7 @@ class Streamed:
 def _label_logps(
     session: Session, inputs: dict[str, torch.Tensor], labels: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log-probabilities of the labelled tokens, and whether each is the most likely.
+    """Return the log-probability of each labelled token, and whether it is the most likely token.
 
     Tokens are in row order. If the session has a sliced head, full logits never exist.
     """

@@ -363,14 +363,15 @@ class HasCounters(Protocol):
 
 
 class Meter:
-    """Measures time, transferred bytes and busy lanes from its creation on."""
+    """A measurement of time, transferred bytes and busy lanes, which begins at its creation."""
 
     def __init__(self, moved: HasCounters, trace: Trace) -> None:
         self._moved, self._trace = moved, trace
         self._start_s, self._counters_before = time.perf_counter(), moved.counters
         self._aside_s, self._aside_read = 0.0, 0
         self.spans: list[Span] = []  # spans of the last row
-        self._spans: list[Span] = []  # spans of the next row that were taken before excluded work
+        # Spans of the next row that were taken from the trace before work that `aside` excludes.
+        self._spans: list[Span] = []
         trace.take_step()
 
     def row(self, *, tokens: int) -> dict[str, Any]:

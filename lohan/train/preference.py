@@ -248,26 +248,38 @@ class Answers:
 
 
 def dpo(a: Answers, c: PreferenceConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return DPO losses, -log sigmoid of beta times the difference in log-ratios, and rewards."""
+    """Return DPO losses and rewards.
+
+    A loss is -log sigmoid of beta times the difference in log-ratios.
+    """
     chosen, rejected = a.halves(a.ratios)
     return -logsigmoid(c.beta * (chosen - rejected)), c.beta * a.ratios
 
 
 def ipo(a: Answers, c: PreferenceConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return IPO losses, from the difference in log-ratios per token, and rewards."""
+    """Return IPO losses and rewards.
+
+    A loss is the squared distance of the difference in log-ratios per token from 1 / (2 beta).
+    """
     chosen, rejected = a.halves(a.ratios / a.counts)
     return (chosen - rejected - 1 / (2 * c.beta)) ** 2, c.beta * a.ratios
 
 
 def simpo(a: Answers, c: PreferenceConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return SimPO losses, which use log-probabilities per token and a margin but no reference."""
+    """Return SimPO losses and rewards, from log-probabilities per token and a margin.
+
+    There is no reference model.
+    """
     mean = a.logps / a.counts
     chosen, rejected = a.halves(mean)
     return -logsigmoid(c.beta * (chosen - rejected) - c.margin), c.beta * mean
 
 
 def orpo(a: Answers, c: PreferenceConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ORPO losses: the loss of the chosen answer, plus beta times an odds-ratio loss."""
+    """Return ORPO losses and rewards.
+
+    A loss is that of prompt and chosen answer, plus beta times the loss of the odds ratio.
+    """
     mean = a.logps / a.counts
     assert a.prompt_and_chosen is not None
     odds = mean - torch.log(-torch.expm1(mean))
@@ -310,9 +322,10 @@ def note(
     desirable: torch.Tensor | None,
     mean: Callable[[torch.Tensor], float],
 ) -> None:
-    """Store the mean rewards over all ranks in `stats`; for pairs, also accuracy and margin.
+    """Store the mean rewards over all ranks in `stats` and, for pairs, accuracy and margin.
 
-    `first` and `second` are the rewards of both halves of the batch. All ranks must call this,
+    `first` and `second` are the rewards of both halves of the batch. `desirable` states for rated
+    answers whether each is desirable, and is None for pairs. All ranks must call this function,
     because `mean` averages over ranks.
     """
     if stats is None:
@@ -342,7 +355,10 @@ def write_reference(file: Path, logps: np.ndarray) -> None:
 
 
 def read_reference(file: Path, rows: int) -> np.ndarray:
-    """Read the reference's log-probabilities, two for each of `rows`, and verify them."""
+    """Return the reference's log-probabilities in a file, two for each of `rows` rows.
+
+    Raise an error if the file is damaged or has another number of rows.
+    """
     try:
         data = file.read_bytes()
     except OSError as error:

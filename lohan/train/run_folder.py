@@ -161,7 +161,7 @@ class RunFolder:
         return read_mark(self.path)
 
     def trace_of(self, ranks: RankInfo) -> Path:
-        """Return the trace file of a rank. Every rank records its own lanes."""
+        """Return the trace file of the rank that `ranks` describes. Each rank has its own file."""
         return self.trace if ranks.first else self.path / f"trace-rank{ranks.rank}.json"
 
     def config(self, changes: Mapping[str, Any] | None = None) -> Config:
@@ -356,7 +356,7 @@ def repair_logs(folder: RunFolder, *, step: int, last: Sequence[dict[str, Any]])
 
     Afterwards the logs contain each step up to `step`, the last committed one, and its evaluation
     exactly once. `last` are the rows in the latest manifest, which may be missing from the log:
-    a crash can occur after a commit and before its rows are logged.
+    a crash can occur after a commit and before the committed rows are logged.
     """
     steps = {row["step"]: row for row in step_rows(folder)}
     for row in last:
@@ -392,7 +392,10 @@ def sets_of(folder: RunFolder, config: Config, *, rank: int = 0) -> list[StoreSe
 
 
 def stores_of(folder: RunFolder, config: Config) -> StoreSet:
-    """Return the stores of all ranks at their last common step."""
+    """Return the complete set of stores with the highest step that all ranks have committed.
+
+    Raise StoreError if there is none.
+    """
     sets = sets_of(folder, config)
     stores = current_set(sets)
     if stores is not None:
@@ -497,7 +500,7 @@ def check_exports(folder: RunFolder, config: Config) -> None:
 
 
 def check_export_to(folder: RunFolder, config: Config, out: Path) -> None:
-    """Raise ConfigError if `out` contains the run or anything it depends on."""
+    """Raise ConfigError if the export folder `out` contains the run or anything it depends on."""
     needed = [("the run", folder.path), *inputs_of(config)]
     needed += [("its store", path) for path in folder.store_dirs(config)]
     needed += [("its snapshot", folder.snapshots(config))]
@@ -533,10 +536,10 @@ def note_finished(folder: RunFolder, *, step: int, total: int) -> None:
 
 
 def finished_at(folder: RunFolder, config: Config) -> tuple[int, int] | None:
-    """Return the final step and the planned steps of a run, or None if it is not finished.
+    """Return the final step and the planned steps of a run, or None if the run is not finished.
 
-    A run counts as finished if its store is at that step, its exports are intact, and its settings
-    have not changed.
+    A run counts as finished if its store is at the final step, its exports are intact, and its
+    settings have not changed.
     """
     mark = folder.mark
     if mark is None or (ended := mark.finished) is None or not final_exports(folder, config):
@@ -723,7 +726,7 @@ def _remove_data(path: Path) -> None:
 def lost_with_snapshot(folder: RunFolder, config: Config) -> bool:
     """Return whether the store is missing from the run folder and a snapshot of it exists.
 
-    A store on another drive does not count as lost, because the drive may not be mounted.
+    A store on another drive does not count as lost, because the drive might not be mounted.
     """
     if config.budget.ssd or sets_of(folder, config):
         return False

@@ -80,7 +80,7 @@ class Shape:
 
 
 def source_of(folder: Path) -> Source:
-    """Return the source for a run folder or a model folder."""
+    """Return the model to run, given a run folder or a model folder."""
     run = RunFolder(folder.absolute())
     if run.config_file.is_file():
         config = run.config()
@@ -239,7 +239,7 @@ def _temporary(ssd: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def _remove_abandoned(ssd: Path) -> None:
-    """Remove the folders that ended processes have made with `_temporary`."""
+    """Remove the folders in `ssd` that `_temporary` made in processes that have ended."""
     for folder in ssd.glob(f"{WEIGHTS_PREFIX}*"):
         made_here = (folder / WEIGHTS_LOCK).is_file() and not folder.is_symlink()
         if made_here and not is_locked(folder, name=WEIGHTS_LOCK):

@@ -79,7 +79,10 @@ class Collate:
         return tensors | self.answers(rows)
 
     def answers(self, rows: Sequence[Row]) -> Batch:
-        """Return the padded labels: one for each input token, or the tokens of a target text."""
+        """Return the padded labels of a batch.
+
+        There is one label for each input token or, for text-to-text, each token of the target.
+        """
         return {"labels": torch.from_numpy(self._padded(rows, "labels"))}
 
     def _padded(self, rows: Sequence[Row], name: str) -> np.ndarray:
@@ -211,7 +214,10 @@ def _encoded(encode: Encode, texts: Texts, row: tuple[str, dict[str, Any]]) -> l
 
 
 def shown(kind: str, texts: Texts, row: Row) -> dict[str, str]:
-    """Return an example as text: the input of the model and the expected answer."""
+    """Return an example as text: the input of the model, and the answer that `kind` expects.
+
+    `kind` is the auto class of the model.
+    """
     tokenizer = texts.encoder.tokenizer("the data")
     ids, labels = row["input_ids"].tolist(), row.get("labels", np.empty(0)).tolist()
     if kind == PAIR:

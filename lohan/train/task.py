@@ -76,7 +76,7 @@ Kind = TypeVar("Kind", bound=Examples)
 
 @dataclass(frozen=True, kw_only=True)
 class DataRequest:
-    """Data files, and the cache folder in which a resumed run finds their examples."""
+    """Data files, and the cache folder in which a resumed run finds the examples of these files."""
 
     sources: Sequence[Source]
     cache: Path
@@ -93,10 +93,10 @@ class DataRequest:
         show: Callable[[Row], Mapping[str, str]],
         **how: Any,
     ) -> Fields | None:
-        """Return the fields of all examples, or None if there are none.
+        """Return the examples of all files, converted and cached, or None if there are none.
 
-        `examples` is called for each file and returns its examples. `how` is passed on to
-        `open_fields`.
+        `examples` is called for each file and returns its examples. `about` and `show` are passed
+        on to `write_fields`, `how` to `open_fields`. A resumed run uses the cache.
         """
         opened = partial(open_fields, self.cache, seed=self.config.seed, **how)
         ready = opened() if self.resume else None
@@ -228,7 +228,10 @@ def freeze_part(model: nn.Module, part: str) -> None:
 
 
 def kind_in(config: Config, task: str, kinds: Mapping[str, object]) -> tuple[str, Any]:
-    """Return the kind and the config of the run's model; raise ModelError if not in `kinds`."""
+    """Return the auto class that builds the run's model, and the config of the model.
+
+    Raise ModelError if the auto class is not in `kinds`.
+    """
     loaded = load_config(config.model)
     kind = kind_of(loaded, config.model)
     if kind not in kinds:
@@ -276,7 +279,7 @@ def refuse_text_settings(config: Config, task: str) -> None:
 
 @dataclass(frozen=True)
 class Share:
-    """Selects a rank's rows of every batch, and computes the loss over all ranks."""
+    """A rank's share of every batch, from which it computes the loss over all ranks."""
 
     session: Session
     task: Task[Any]

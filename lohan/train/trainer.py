@@ -82,7 +82,7 @@ from lohan.util.units import counted
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 LAST_WORDS = "lohan: stopped at once; resume goes on from the last committed step\n"
 KILL_SIGNALS = 3  # This many signals end the process if the main thread has handled fewer than two.
-UNLOGGED = "unlogged"  # manifest key: rows of committed steps that may not be logged yet
+UNLOGGED = "unlogged"  # manifest key: rows of committed steps, perhaps not logged yet
 SUMMED_METRICS = ("ssd_read_bytes", "ssd_written_bytes")  # metrics that are summed over ranks
 
 
@@ -128,7 +128,7 @@ def begin(
         if group.ranks.first:
             check_vacant(folder, config)  # another process may have claimed the folder
         if is_local_first:
-            folder.path.mkdir(parents=True, exist_ok=True)  # this machine may not share the folder
+            folder.path.mkdir(parents=True, exist_ok=True)  # if machines do not share the folder
             claim_names(folder, config, mark, rank=group.ranks.rank)
             claimed = True
             if config.init is not None:
@@ -282,8 +282,8 @@ def resume_session(
 def changed_groups(session: Session) -> str:
     """Describe how parameter groups differ from those of the last committed step.
 
-    Returns an empty string if they do not. Optimizer state belongs to each parameter, so such a
-    change is allowed.
+    Return an empty string if they do not differ. A change is allowed, because each parameter has
+    its own optimizer state.
     """
     groups = session.executor.record.groups
     now = groups.to_json(groups.at(session.step))
@@ -318,7 +318,7 @@ def check_before_resume(
 def schedule_note(
     before: TrainConfig, now: TrainConfig, step: int, planned: int, total: int
 ) -> str:
-    """Return a note on the learning rate, or "" if neither it nor the number of steps changes.
+    """Return a note on the learning rate, or "" if the rate and the number of steps stay the same.
 
     `before` and `planned` are the settings and steps of the run, `now` and `total` the new ones.
     """
@@ -432,8 +432,8 @@ def one_step(
 ) -> dict[str, Any]:
     """Run forward and backward of one batch and return its row of metrics.
 
-    The manifest of the step contains this row, and the rows of earlier steps that may not be logged
-    when the step is committed.
+    The manifest of the step contains this row, and the rows of earlier steps that might not have
+    been logged yet when the step is committed.
     """
     executor, task = session.executor, inputs.task
     batch = inputs.train_examples.batch(session.step, config.train.batch)
@@ -477,7 +477,7 @@ def one_step(
 def replan(
     replanner: Replanner, session: Session, row: dict[str, Any], meter: Meter, display: Display
 ) -> None:
-    """Replan with the measured rates.
+    """Replan with the measured rates if it is time, and show what has changed.
 
     After some steps, the measured rates are more accurate than any profile.
     """
@@ -577,7 +577,10 @@ class UnloggedRows:
     rows: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def add(self, row: dict[str, Any]) -> list[dict[str, Any]]:
-        """Add the row of a step, drop those of later steps, and return those of earlier steps."""
+        """Add the row of a step, and return the rows of earlier steps.
+
+        Rows of the same step and of later steps are dropped, because these steps were rolled back.
+        """
         self.rows = {step: old for step, old in self.rows.items() if step < row["step"]}
         earlier = list(self.rows.values())
         self.rows[row["step"]] = row
@@ -588,9 +591,9 @@ class UnloggedRows:
 
 
 class StepLog:
-    """Writes the metrics of finished steps to the run's log and to its loggers.
+    """The writer of the metrics of finished steps, to the run's log and to its loggers.
 
-    A step may finish, and is then logged, while the next one runs. If every step is committed, a
+    A step may finish while the next one runs, and is then logged. If every step is committed, a
     step is on disk before it is logged.
     """
 

@@ -147,7 +147,7 @@ class Question:
         return request_of(shape, self.machine(), settings, self.values.get("minimise", "time"))
 
     def words(self, file: Path) -> list[str]:
-        """Return the arguments of `lohan` that plan this for the machine profile in `file`."""
+        """Return the arguments of `lohan` that make this plan for the machine profile in `file`."""
         words = ["plan", "--json", "--model", self.model, "--machine", str(file)]
         for key in (*OPTIONS, "minimise"):
             if key in self.values:
@@ -155,7 +155,10 @@ class Question:
         return words
 
     def command(self) -> str:
-        """Return the command that repeats this in a terminal, or "" if numbers were typed."""
+        """Return the command that makes this plan in a terminal.
+
+        The result is empty if numbers of the machine were typed, because no option has them.
+        """
         if any(key in self.values for key in (*TYPED, "drive_bytes")):
             return ""
         keys = ("model", "machine", "ssds", "gpus", "device_memory", *OPTIONS, "minimise")

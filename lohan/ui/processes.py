@@ -54,7 +54,10 @@ class Processes:
         self._children: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, kind: str, run: Path, words: Sequence[str]) -> Record:
-        """Start `lohan WORDS` as a process that outlives the server."""
+        """Start `lohan WORDS` as a process that outlives the server, and return its record.
+
+        `kind` says what the process does, and `run` is the folder of the run.
+        """
         work = self._places.work
         try:
             work.mkdir(mode=0o700, exist_ok=True)

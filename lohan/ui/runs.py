@@ -61,13 +61,16 @@ class RunRecord:
 
     @property
     def total(self) -> int:
-        """The planned number of steps; 0 if it is not known yet."""
+        """The planned number of steps; 0 if the number is not known yet."""
         planned = self.last("start").get("total") or self.config.train.steps or 0
         return max(int(planned), self.step) if planned else 0
 
     @property
     def left_s(self) -> float | None:
-        """The estimated seconds to the last step; None if no step or no total is known."""
+        """The estimated seconds to the end of the run.
+
+        The value is None before the first step, or if the number of steps is not known.
+        """
         if not self.steps or not self.total:
             return None
         recent = [row["step_s"] for row in self.steps[-RECENT_STEPS:]]

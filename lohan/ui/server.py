@@ -69,7 +69,7 @@ Handler = Callable[[Request], Awaitable[Any]]
 
 
 class Guard:
-    """Refuses requests without the token, with another Host, or from another origin."""
+    """The access control, which refuses requests without the token or from another origin."""
 
     def __init__(self, app: ASGIApp, *, token: str, port: int) -> None:
         self._app, self._token = app, token
@@ -231,7 +231,10 @@ class Application:
         return await run_in_threadpool(found)
 
     def _starts(self, known_runs: set[str]) -> list[dict[str, Any]]:
-        """Return trainings started here that have no run folder, such as those that failed."""
+        """Return the trainings that this page started and that have no run folder.
+
+        Either they are starting, or they failed before they created the folder.
+        """
         rows = []
         for record in self.processes.records():
             path = Path(record.run)

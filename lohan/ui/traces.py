@@ -73,7 +73,7 @@ def _span(event: Mapping[str, Any], rank: int) -> Traced:
 
 
 def _clock_offset(spans: Sequence[Traced], first: Sequence[Traced]) -> float:
-    """Return how far a rank's clock is ahead of rank 0's, in microseconds.
+    """Return how far the clock of a rank is ahead of that of rank 0, in microseconds.
 
     The offset is 0 if the two ranks share no collective.
     """

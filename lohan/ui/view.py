@@ -293,7 +293,10 @@ def lanes(run: RunRecord, advice: Advice | None) -> dict[str, Any]:
 
 
 def _ratio(wanted: float | None, measured: float, whole: float) -> str:
-    """Return how far a time is from its prediction in percent; "-" if both are negligible."""
+    """Return how far a measured time is from its prediction, in percent.
+
+    The result is "-" without a prediction, or if both are a negligible share of `whole`.
+    """
     if not wanted or max(wanted, measured) < LEAST_SHARE * whole:
         return "-"
     return f"{100 * (measured / wanted - 1):+.0f} %"

@@ -61,7 +61,7 @@ class Health:
 
 @dataclass(frozen=True)
 class DriveFacts:
-    """One physical drive; a value is None if it is not known or may not be read."""
+    """One physical drive; a value is None if it is not known or reading it is not permitted."""
 
     name: str  # Such as nvme0n1.
     model: str | None
@@ -167,7 +167,7 @@ class _Command(ctypes.Structure):
 
 
 def health_of(device: Path) -> Health | None:
-    """Return the health of an NVMe drive, or None if it cannot or may not be read."""
+    """Return the health of an NVMe drive, or None if reading it fails or is not permitted."""
     log = ctypes.create_string_buffer(_LOG_BYTES)
     command = _Command(
         opcode=_GET_LOG,

@@ -138,9 +138,10 @@ def from_json(cls: type[Made], data: object, *, name: str = "") -> Made:
 
 
 def checked(value: Any, wanted: Any, name: str) -> Any:
-    """Return the value converted to an annotation's type, or raise WrongType.
+    """Return a value converted to the annotation `wanted`, or raise WrongType.
 
-    Lists become tuples if the annotation is a tuple.
+    `name` is the name of the value in the message. Lists become tuples if the annotation is a
+    tuple.
     """
     origin, parts = get_origin(wanted), get_args(wanted)
     if wanted is Any:
@@ -273,9 +274,9 @@ def write_atomic(
 ) -> None:
     """Replace a file atomically and durably.
 
-    Raises OSError if writing or renaming fails, in which case the old file is unchanged, or if the
-    folder cannot be synced, in which case the new file is in place but may not survive a crash.
-    Raises StorageIOError if a sync does not return in time. `mode` is restricted by the umask.
+    Raise OSError if writing or renaming fails, in which case the old file is unchanged, or if the
+    folder cannot be synced, in which case the new file is in place but might not survive a crash.
+    Raise StorageIOError if a sync does not return in time. `mode` is restricted by the umask.
     """
     temporary = temporary or temporary_of(path)
     try:
@@ -346,7 +347,7 @@ def sync_timeout_s() -> float:
 
 
 def sync_in_time(call: Callable[[], None], path: str | Path) -> None:
-    """Run `call` and re-raise its error; raise StorageIOError if it does not return in time."""
+    """Run `call`, and re-raise its error. Raise StorageIOError if the call takes too long."""
     limit_s = sync_timeout_s()
     raised: list[BaseException] = []
     done = threading.Event()

@@ -76,7 +76,7 @@ class Trace:
     def take_step(self) -> list[Span]:
         """Return and remove the spans added since the last call.
 
-        If it was not called after every step, only the spans since the last step are guaranteed.
+        If this method is not called after every step, older spans may be missing.
         """
         spans, self._step, self._earlier, self._inference = self._step, [], 0, None
         if self._keep:
@@ -110,10 +110,10 @@ def overlap_shares(
     start_s: float,
     stop_s: float,
 ) -> dict[str, float]:
-    """Return, for each action name, the share of its time in which a lane of `others` was busy.
+    """Return, for each name of an action, the share of its time in which `others` were busy.
 
-    Only actions of `lanes` that begin between the two times are included. Actions with the same
-    name are added up.
+    `others` are names of lanes. Only actions of `lanes` that begin between the two times are
+    included. Actions with the same name are added up.
     """
     starts: list[float] = []
     stops: list[float] = []

@@ -30,7 +30,7 @@ _SUFFIX = {
 def parse_bytes(text: str | int | float, *, name: str = "size") -> int:
     """Return the bytes given by a number or by text such as "8GiB", "256 GB" or "1.5g"."""
     if isinstance(text, (int, float)) and not isinstance(text, bool):
-        # Larger integers may not fit into a float.
+        # Larger integers might not fit into a float.
         value = float(text) if abs(text) < 2**64 else float("inf")
     else:
         match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", str(text))

@@ -145,7 +145,7 @@ def test_names_of_devices(lohan, model, data, tmp_path):
     for device, message in (
         ("cuda:7", r"no device 7.*2 devices"),
         ("xpu", r"xpu was requested.*is cuda.*--device cuda"),
-        ("graphics", r"auto, cpu, cuda"),
+        ("graphics", r"wants one of auto, cpu, .*cuda, cuda:N"),
     ):
         assert_refused(
             lohan(*train_arguments(model, data, tmp_path / "run", "--device", device)), message
