@@ -446,7 +446,7 @@ class Executor:
                 # report is that of the step that failed.
                 with suppress(Exception):
                     self.scheduler.finish_earlier_steps(in_backward=self.in_backward)
-                    # Cached weights must not contain updates of the failed step.
+                    # The weights in memory must not contain updates of the failed step.
                     if not self.steps.partly_updated:
                         self.runner.commit_uncommitted()
             newest = self.steps.ending[-1].meta if self.steps.ending else self.steps.uncommitted
