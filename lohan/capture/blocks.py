@@ -266,7 +266,8 @@ def cut_for(
 ) -> Blocks:
     """Divide a model into groups and sites, according to how a call with `batch` uses parameters.
 
-    Without a batch, the module tree alone decides.
+    Without a batch, the module tree alone decides. `resident`, `blocks` and `decay` are those of
+    `cut`.
     """
     names = {name for name, _ in model.named_modules(remove_duplicate=False)}
     names |= {name for name, _ in model.named_parameters(remove_duplicate=False)}

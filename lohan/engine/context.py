@@ -60,7 +60,10 @@ class PlanContext:
     settings: ExitStack = field(default_factory=ExitStack)  # restores torch's settings at the end
 
     def forecast(self, profile: Profile, plan: Plan, *, clipped: bool = False) -> Forecast:
-        """Return the forecast of one step of a plan on a machine; `workload` must not be None."""
+        """Return the forecast of one step of a plan on a machine; `workload` must not be None.
+
+        `clipped` states whether the step is clipped.
+        """
         assert self.workload is not None
         return Simulator(profile, self.shards, self.workload).forecast(plan, clipped=clipped)
 

@@ -139,7 +139,7 @@ def has_gradient_hooks(model: nn.Module) -> bool:
 def run_gradient_hooks(parameter: OffloadedParameter, grad: torch.Tensor) -> torch.Tensor | None:
     """Run a parameter's hooks on its complete gradient of one backward.
 
-    The order is that of PyTorch. Returns the resulting gradient, or None if a hook has set `.grad`
+    The order is that of PyTorch. Return the resulting gradient, or None if a hook has set `.grad`
     to None.
     """
     shape = grad.shape

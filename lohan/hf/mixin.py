@@ -684,7 +684,7 @@ def shapes_for(inputs: Mapping[str, Any], max_length: int | None) -> dict[str, t
 
 
 def largest_shapes(all_ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the largest shape that any process has for each input."""
+    """Return the largest shape of each input in any process, given the shapes in all of them."""
     first = dict(all_ranks[0])
     for other in all_ranks[1:]:
         for name, (shape, dtype) in first.items():

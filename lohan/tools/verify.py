@@ -591,7 +591,10 @@ def _check_comparable(config: Config) -> None:
 
 
 def _copied(config: Config, folder: Path, layers: int | None, notes: list[str]) -> list[Any]:
-    """Create a copy that fits into memory; return its layer counts and dropout settings."""
+    """Create a copy of the model that fits into memory.
+
+    Return the numbers of layers and the dropout settings of the copy.
+    """
     count = layers or _layers(config, notes)
     copy = copy_model(config.model, folder, layers=count)
     if copy.dropout:
@@ -703,7 +706,7 @@ def _scratch(folder: Path, stack: ExitStack) -> Path:
 
 
 def _layers(config: Config, notes: list[str]) -> int | None:
-    """Return how many layers fit into memory, or None if the whole model fits."""
+    """Return how many layers fit into memory in an in-memory run, or None if all do."""
     whole = layer_count(config.model)
     moments = MOMENT_BYTES * len(config.train.kind.moment_specs)
     needed = _needed(config, BYTES[training_dtype(config)] + moments)

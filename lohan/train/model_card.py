@@ -131,7 +131,10 @@ def model_card(
 def _front_matter(
     config: Config, base: Name | None, datasets: Sequence[Name], *, content: str, task: str
 ) -> list[str]:
-    """Return the lines of YAML. JSON strings are YAML strings, so names are quoted as JSON."""
+    """Return the lines of YAML at the beginning of the card.
+
+    JSON strings are YAML strings, so names are quoted as JSON.
+    """
     whole = content in ("weights", "merged model")
     library = LIBRARIES.get(task, "transformers") if whole else "peft"
     lines = [f"library_name: {library}"]

@@ -198,7 +198,7 @@ def resume(
 def show_finished(
     folder: RunFolder, config: Config, step: int, total: int, display: Display
 ) -> RunResult:
-    """Report a run that has nothing left to do."""
+    """Report a run that is finished at `step` of `total` steps, and return its result."""
     if step < total:
         further = f"early_stop under [eval] in {folder.config_file} lets it go on"
         display.note(f"the run has stopped early, at step {step} of {total}; {further}")
@@ -219,7 +219,10 @@ def resume_session(
     keep_schedule: bool = False,
     has_changes: bool = False,
 ) -> tuple[Session, Inputs, Config]:
-    """Open the store and the data of a run, and save changed settings in run.toml."""
+    """Open the store and the data of a run, and save changed settings in run.toml.
+
+    Return the session, the inputs and the config of the continued run.
+    """
     before = folder.config().train
     if steps is not None:
         config = replace(config, train=replace(config.train, steps=steps))
@@ -654,7 +657,7 @@ def export(session: Session, folder: RunFolder, config: Config, display: Display
 
 
 def keep_snapshot(session: Session, folder: RunFolder, config: Config, meter: Meter) -> None:
-    """Take a snapshot if one is due and does not exist yet.
+    """Take a snapshot of the last step if one is due and does not exist yet.
 
     A process may have died between a step and its snapshot, so this is called on resume too.
     """

@@ -154,7 +154,7 @@ def tiles(run: RunRecord) -> list[list[str]]:
 
 
 def curve(rows: Sequence[Row], key: str) -> dict[str, list[float]]:
-    """Return the steps and values of a key."""
+    """Return the curve of a metric: the steps whose row has `key`, and the values."""
     return averaged([(row["step"], row.get(key)) for row in rows])
 
 
