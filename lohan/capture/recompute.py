@@ -103,7 +103,7 @@ class BlockState:
         ]
 
     def snapshot(self) -> Snapshot:
-        """Record the state before a forward. Buffers are copied if they may change.
+        """Return the state before a forward. Buffers are copied if they may change.
 
         The first forward shows which buffers change.
         """

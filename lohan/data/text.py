@@ -482,7 +482,7 @@ def encode_answer(
 
 
 def _with_system(system: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Prepend the row's system prompt to messages that have none."""
+    """Return the messages with the row's system prompt before them, unless they have one."""
     if not system or (messages and messages[0]["role"] == "system"):
         return messages
     return [{"role": "system", "content": system}, *messages]

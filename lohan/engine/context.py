@@ -129,7 +129,7 @@ def tested_classes() -> frozenset[str]:
 def blocks_of(
     model: nn.Module, batch: Mapping[str, Any], *, base: str = "", dtype: str = "fp32"
 ) -> Blocks:
-    """Divide a model into blocks according to a call with this batch.
+    """Return a model's groups and sites, according to a call with this batch.
 
     If `base` is given, the frozen base is packed for the dtype.
     """

@@ -383,7 +383,7 @@ class Lanes:
         return self._compute[0].action.name if self._compute else None
 
     def begin(self, name: str) -> Action:
-        """Begin the next compute action of the caller, and wait for what it needs."""
+        """Begin the next compute action of the caller, and return it when it can run."""
         job = self._compute.popleft()
         assert job.action.name == name, (job.action.name, name)
         self._run_in_order_until(job)

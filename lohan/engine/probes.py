@@ -716,10 +716,10 @@ def profile(
     device: Device | None = None,
     model: ModelShape | None = None,
 ) -> Profile:
-    """Measure this machine, with these folders as its drives and compute on this device.
+    """Measure this machine, with these folders as its drives, and return its profile.
 
-    It takes less than a minute. With `model`, the measured blocks are as wide as those of the
-    model.
+    Compute is measured on `device`. The measurement takes about a minute for one drive. With
+    `model`, the measured blocks are as wide as those of the model.
     """
     device = device or CpuDevice()
     effort = effort or effort_for(device, model)

@@ -172,7 +172,11 @@ def run_gradient_hooks(parameter: OffloadedParameter, grad: torch.Tensor) -> tor
 
 
 def read_weight(executor: Executor, parameter: AttachedParameter) -> torch.Tensor:
-    """Stream the current values of a parameter, in the type and on the device of its block."""
+    """Return the current values of a parameter, in the type and on the device of its block.
+
+    They are streamed from the store. Raise ModelError with several ranks, during backward, and
+    inside another block.
+    """
     name, group = parameter.label[0], executor.collectives.process_group
     if group.several:
         raise ModelError(

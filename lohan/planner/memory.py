@@ -131,7 +131,7 @@ def _backward(calls: Sequence[Call], rules: Rules) -> Iterator[HeldBytes]:
         for group in call.groups:
             if group.frozen or group.resident:
                 continue
-            if first[group.key] < number:  # an earlier call adds to it
+            if first[group.key] < number:  # An earlier call adds to this sum.
                 unfinished[group.key] = group.numel
                 continue
             unfinished.pop(group.key, None)

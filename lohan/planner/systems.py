@@ -770,7 +770,7 @@ def run(
     seq: int,
     swapped: float | None = None,
 ) -> PolicyResult:
-    """Simulate a policy on a machine.
+    """Simulate a policy on a machine, and return the result.
 
     `batch` is the total of all GPUs. `swapped` are the bytes of activations that leave each device;
     by default the policy chooses them.

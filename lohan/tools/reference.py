@@ -243,7 +243,10 @@ class Trajectory:
 
 
 def reference_run(recipe: Recipe, folder: Path, advance: Callable[[int, int], None]) -> Trajectory:
-    """Run the recipe in memory, in the types that the run under test uses."""
+    """Run the recipe in memory, in the types that the run under test uses.
+
+    Return the losses and the weights after every step.
+    """
     folder.mkdir()
     torch.manual_seed(recipe.seed)
     run = PlainRun(recipe, compute=TYPES[recipe.dtype], master=torch.float32)

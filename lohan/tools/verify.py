@@ -631,7 +631,10 @@ class _Trial:
         return lambda done, total: self.display.advance(what, done, total)
 
     def runs(self, mode: RunMode, reference: Trajectory | None) -> tuple[RunResult, RunResult]:
-        """Run a mode with and without overlapping steps, each in its own temporary store."""
+        """Return the results of a mode with and without overlapping steps.
+
+        Each of the two runs has its own temporary store.
+        """
         results = []
         for number, stepwise in enumerate((False, True)):
             out = self.config.out.with_name(f"run-{mode}-{number}".replace(" ", "-"))

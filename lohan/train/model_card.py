@@ -227,5 +227,5 @@ def _versions() -> list[tuple[str, str]]:
 
 
 def _plain(text: str) -> str:
-    """Replace the characters that have a meaning in Markdown or HTML by spaces."""
+    """Return a text with spaces in place of characters that have a meaning in Markdown or HTML."""
     return re.sub(r"[`<>|\[\]\r\n]", " ", text).strip()

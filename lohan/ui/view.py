@@ -43,7 +43,7 @@ Cell = str | dict[str, str] | list[Any]
 
 
 def finite(value: Any) -> Any:
-    """Replace non-finite floats by None, because JSON has no infinity or NaN."""
+    """Return a value with None in place of non-finite floats, which JSON does not have."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
