@@ -21,10 +21,10 @@ from lohan.errors import LohanError
 
 # -- When the result of an operation can be saved, and when the operation can be skipped -----------
 #
-# This is decided from the operation's schema and from the tensors themselves. Names matter in three
-# cases: operations that autograd and fake tensors insert by themselves are not counted, one view
-# does not declare in its schema that it is a view, and ATen's factories (`empty_like`, `new_zeros`)
-# read no values.
+# Both are decided from the operation's schema and from the tensors. Names matter in three cases:
+# operations that autograd and fake tensors insert by themselves are not counted, one view does not
+# declare in its schema that it is a view, and ATen's factories (`empty_like`, `new_zeros`) read no
+# values.
 #
 # Views are not counted either. They cost nothing and work without values, and their number depends
 # on how a module is called: an assignment to a slice creates more of them on fake tensors.

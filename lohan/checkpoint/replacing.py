@@ -105,7 +105,7 @@ def replacing(
                 _note(target, folder)
                 yield folder
                 write_mark(folder, mark or EXPORTED)
-                for path in sorted(folder.rglob("*")):  # cheap for files already synced
+                for path in sorted(folder.rglob("*")):  # Another sync of a file is cheap.
                     sync_folder(path) if path.is_dir() else sync_path(path)
                 sync_folder(folder)
                 check()

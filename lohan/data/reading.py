@@ -348,7 +348,7 @@ def _work_on(
     return results, [now - then for now, then in zip(_worker.counts(), before, strict=True)]
 
 
-WORKER_DEADLINE_S = 600.0  # for ROWS_PER_TASK rows
+WORKER_DEADLINE_S = 600.0  # time in which a process must convert ROWS_PER_TASK rows
 
 
 def _finished(result: Any, worker: Worker) -> list[Any]:

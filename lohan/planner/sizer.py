@@ -205,7 +205,7 @@ def _spreads(plan: Plan) -> bool:
 
 SMALLEST_CHUNK, LARGEST_CHUNK = 2**17, 2**26  # parameters
 MOST_CHUNKS = 128  # largest number of chunks of a group, if the planner chooses their size
-SMALLEST_HEAD = 16  # tokens of a slice of the head
+SMALLEST_HEAD = 16  # smallest number of tokens in a slice of the head
 HEAD_BYTES = 128 * MiB  # logits of one slice of the head in host memory, if the budget allows it
 DEVICE_HEAD = 1024  # tokens of a slice of the head on a device; larger slices are not faster
 MOST_DEFERRED = 0.25  # share of the parameters that `balanced` defers on an unknown machine
