@@ -132,11 +132,11 @@ def cut(
     called: Sequence[str] = (),
     decay: Callable[[str, nn.Parameter], bool] = default_decay,
 ) -> Blocks:
-    """Divide `model` into groups and sites.
+    """Divide `model` into groups and sites, and return these.
 
-    `resident` names modules and parameters that stay in memory, and `blocks` names the modules
-    that are blocks. `called` names parts of blocks that are also called on their own: they
-    become sites over the weights of their block.
+    `resident` names modules and parameters that stay in memory, and `blocks` names the modules that
+    are blocks. `called` names parts of blocks that are also called on their own: they become sites
+    over the weights of their block. `decay` selects the parameters that decay.
     """
     names = site_names(model, resident, blocks)
     names += [name for name in called if name not in names]
@@ -264,9 +264,10 @@ def cut_for(
     resident: Sequence[str] = (),
     decay: Callable[[str, nn.Parameter], bool] = default_decay,
 ) -> Blocks:
-    """Divide a model into groups and sites, according to how a call with `batch` uses parameters.
+    """Return the groups and sites of a model, according to how a call with `batch` uses parameters.
 
-    Without a batch, the module tree alone decides.
+    Without a batch, the module tree alone decides. `resident`, `blocks` and `decay` are those of
+    `cut`.
     """
     names = {name for name, _ in model.named_modules(remove_duplicate=False)}
     names |= {name for name, _ in model.named_parameters(remove_duplicate=False)}

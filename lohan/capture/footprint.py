@@ -152,10 +152,10 @@ def inventories(
 def _with_known_values(
     model: nn.Module, run: Callable[[KnownValues], Result], *, long: bool
 ) -> Result:
-    """Run a measurement with as few known values as the model accepts.
+    """Return the result of a measurement with as few known values as the model accepts.
 
-    For `long` sequences integer values are known from the start. They let a model see that it
-    needs no attention mask, whose size is the square of the length.
+    For `long` sequences integer values are known from the start. They let a model see that it needs
+    no attention mask, whose size is the square of the length.
     """
     try:
         return with_least_values(

@@ -320,7 +320,10 @@ _DEVICE_PROPERTIES = {
 
 
 def _is_written(name: str, owner: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Return whether an operation changes the values of an attached parameter."""
+    """Return whether an operation changes the values of an attached parameter.
+
+    For an operation that sets an attribute of a tensor, `owner` is the attribute.
+    """
     return bool(_written(name, owner, args, kwargs, AttachedParameter))
 
 

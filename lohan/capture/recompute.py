@@ -142,7 +142,7 @@ class BlockState:
         ]
 
     def snapshot(self) -> Snapshot:
-        """Record the state before a forward. Buffers are copied if they may change.
+        """Return the state before a forward. Buffers are copied if they may change.
 
         The first forward shows which buffers change.
         """
@@ -436,7 +436,7 @@ class SlicedCompute:
         return output
 
     def _find_cut(self, block: Block, call: SavedCall) -> None:
-        """Determine how a call can be divided into slices."""
+        """Determine how a call can be divided into slices, and store the cut in the call."""
         call.context = CallContext.current(self._device.torch_device.type)
         if self.micro_batch and self.micro_batch < call.batch:
 

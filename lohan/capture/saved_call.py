@@ -136,7 +136,10 @@ class CallContext:
 
 
 def deliver_collected(out: Any, taken: Taken) -> Any:
-    """Pass the outputs collected inside a call to the outer collector; return the result."""
+    """Return the result of a call, after passing on the outputs that were collected in it.
+
+    The outputs `taken` go to the outer collector.
+    """
     if taken:
         outer = _collected()
         for key, values in taken.items():

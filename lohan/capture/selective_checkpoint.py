@@ -21,10 +21,10 @@ from lohan.errors import LohanError
 
 # -- When the result of an operation can be saved, and when the operation can be skipped -----------
 #
-# This is decided from the operation's schema and from the tensors themselves. Names matter in three
-# cases: operations that autograd and fake tensors insert by themselves are not counted, one view
-# does not declare in its schema that it is a view, and ATen's factories (`empty_like`, `new_zeros`)
-# read no values.
+# Both are decided from the operation's schema and from the tensors. Names matter in three cases:
+# operations that autograd and fake tensors insert by themselves are not counted, one view does not
+# declare in its schema that it is a view, and ATen's factories (`empty_like`, `new_zeros`) read no
+# values.
 #
 # Views are not counted either. They cost nothing and work without values, and their number depends
 # on how a module is called: an assignment to a slice creates more of them on fake tensors.
@@ -174,7 +174,7 @@ def storable(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any)
 
 
 def replaceable(func: Any, args: Any, kwargs: Any, out: Any, fresh: int) -> bool:
-    """Return whether empty tensors could replace the results of an operation if none is needed.
+    """Return whether empty tensors could replace the results of an operation, if none is needed.
 
     `fresh` is the number of results that have a storage of their own.
     """
@@ -498,8 +498,8 @@ class SkipUnneededOps:
 
     An example is the last projection of a block. The operations are determined in the first
     recomputation of each kind of call. The dispatch mode that skips them starts at the last
-    submodule that is called before the first of them, so earlier operations run without overhead in
-    Python.
+    submodule that is called before the first skipped operation. Earlier operations therefore run
+    without overhead in Python.
     """
 
     def __init__(self) -> None:
@@ -632,7 +632,10 @@ class _Recorder(DispatchMode):
         return out
 
     def _run_new(self, index: int, key: OpKey, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operation whose properties cannot be taken from the previous call."""
+        """Run an operation whose properties cannot be taken from the previous call.
+
+        Return its results, or their replacements.
+        """
         ops = self._save_plan.ops
         if ops and ops[index : index + 1] != (key[0],):
             self._lose(f"it runs {key[0]} where {_at(ops, index)} was planned for")
@@ -649,7 +652,7 @@ class _Recorder(DispatchMode):
         return out
 
     def _repeats(self, index: int, earlier: Result, args: Any, kwargs: Any, out: Any) -> bool:
-        """Record the result as in the previous call, if it matches, and return whether it does."""
+        """Return whether an operation repeats that of the previous call, and if so record it."""
         if earlier.first is not None and earlier.first != len(self._held):
             return False
         if not earlier.called_with.same_numbers(args, kwargs) or not earlier.fits(out):
@@ -790,7 +793,7 @@ class _Replay(DispatchMode):
             raise _Disagreement(f"backward ends where forward ran {self._saved.ops[self._index]}")
 
     def stand_in(self, leaf: Any) -> Any:
-        """Replace a leaf without values by a new empty tensor with the same autograd history."""
+        """Return a new empty tensor that has the autograd history of a leaf without values."""
         if isinstance(leaf, torch.Tensor) and storage_key(leaf) in self._valueless:
             return _StandIn.apply(leaf)
         return leaf

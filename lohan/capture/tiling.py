@@ -526,7 +526,8 @@ def _record_calls(
 
     def end(_: nn.Module, __: Any, out: Any) -> None:
         call = running.pop()
-        for result in tensors_in(out):  # an operation that reads the result saves it anyway
+        # Results are not counted, because the operations that read them save them anyway.
+        for result in tensors_in(out):
             call.saved.pop(storage_key(result), None)
 
     def save(tensor: torch.Tensor) -> None:

@@ -322,7 +322,7 @@ class Inventory:
         return {part.name: part.keys for part in self.classes}
 
     def save_plan(self, names: Iterable[str]) -> SavePlan:
-        """Return the plan that keeps these classes, without results that nothing needs."""
+        """Return the plan that keeps the classes `names`, without results that nothing needs."""
         stored, runs = self._needed(names)
         nodes = self.graph.nodes
         skip = (node for node in nodes if node.index not in stored and node.index not in runs)
@@ -333,7 +333,7 @@ class Inventory:
         )
 
     def kept_bytes(self, names: Iterable[str]) -> int:
-        """Return the bytes that these classes keep in a slice of the traced size."""
+        """Return the bytes that the classes `names` keep in a slice of the traced size."""
         chosen = frozenset(names)
         if chosen not in self._bytes:
             nodes = self.graph.nodes
@@ -350,7 +350,10 @@ class Inventory:
         return sum(align_up(size, OFFLOAD_ALIGN) for size in sizes)
 
     def _needed(self, names: Iterable[str]) -> tuple[set[int], set[int]]:
-        """Return the nodes whose results are kept, and the nodes that run again."""
+        """Return the nodes whose results are kept, and the nodes that run again.
+
+        `names` are the classes that are kept.
+        """
         keys, names = self.keys, list(names)
         if unknown := [name for name in names if name not in keys]:
             raise ModelError(
@@ -538,7 +541,7 @@ class _Block:
         return not any(cone & heavy for cone in cones)
 
     def _merged(self, parts: list[_Part]) -> list[_Part]:
-        """Merge parts that have the same operations, bytes and work."""
+        """Return the parts, with those merged that have the same operations, bytes and work."""
         by_content: dict[Any, _Part] = {}
         for part in parts:
             ops = tuple(node.op for node in part.saved)
@@ -577,7 +580,7 @@ class _Block:
         return f"{'+'.join(ops)} {'+'.join(filter(None, modules))}".strip()
 
     def _work(self, indices: Iterable[int]) -> tuple[float, float]:
-        """Return the FLOPs that do not grow with the length of the sequence, and those that do."""
+        """Return the FLOPs of nodes: those independent of the sequence length, and the others."""
         nodes = [self._nodes[index] for index in indices]
         context = sum(node.context_flops for node in nodes)
         other = sum(node.flops or self._rate * node.moved_bytes for node in nodes)

@@ -384,7 +384,8 @@ def export_adapter(
 
     The folder holds the trained parameters named in `shapes`, buffers of the adapter (such as
     VeRA's projection) and the adapter's config. `card` replaces the model card that PEFT writes. On
-    an error nothing is left behind.
+    an error nothing is left behind. `read_flat` reads the parameters by name. Return the path of
+    the folder.
     """
     target = Path(out).absolute()
     check_target(target, overwrite=overwrite)

@@ -16,7 +16,10 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def check_upload(name: str, *, offline: bool) -> None:
-    """Refuse an upload that cannot succeed, before anything is exported."""
+    """Raise an error if an upload cannot succeed, before anything is exported.
+
+    `name` is the name of the repository. `offline` states that downloads are off.
+    """
     if not _NAME.fullmatch(name) or ".." in name or "--" in name:
         raise ModelError(f"--push {name}: must be ORG/NAME, such as my-name/my-model")
     if offline:

@@ -154,7 +154,7 @@ def _nf4(
 
 
 def _cached(flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Split a tensor into pieces that fit in a core's cache."""
+    """Return a tensor in pieces that fit in a core's cache."""
     return torch.split(flat, 2**16)
 
 

@@ -63,7 +63,11 @@ def check_target(target: Path, *, overwrite: bool) -> None:
 
 
 def target_check(target: Path, *, overwrite: bool, mark: str | None) -> Callable[[], None]:
-    """Return a function that raises if the target must not be replaced."""
+    """Return a function that raises an error if the target must not be replaced.
+
+    If `mark` is the id of a run, the target may hold only what this run has exported. Otherwise,
+    `overwrite` permits its replacement.
+    """
     if mark is not None:
         return partial(check_own, target, mark)
     return partial(check_target, target, overwrite=overwrite)
@@ -101,7 +105,7 @@ def replacing(
                 _note(target, folder)
                 yield folder
                 write_mark(folder, mark or EXPORTED)
-                for path in sorted(folder.rglob("*")):  # cheap for files already synced
+                for path in sorted(folder.rglob("*")):  # Another sync of a file is cheap.
                     sync_folder(path) if path.is_dir() else sync_path(path)
                 sync_folder(folder)
                 check()
@@ -225,7 +229,11 @@ def _locked(target: Path) -> Iterator[None]:
 
 
 def _note(target: Path, partial: Path, replaced: Path | None = None) -> None:
-    """Write the journal, which lists the folders that a later export may recover or remove."""
+    """Write the journal, which lists the folders that a later export may recover or remove.
+
+    `partial` is the folder that is being written, and `replaced` the folder that it replaces, if
+    any.
+    """
     body = {PARTIAL: partial.stat().st_ino, REPLACED: replaced.stat().st_ino if replaced else 0}
     write_atomic(_hidden(target, JOURNAL), (json.dumps(body) + "\n").encode())
 

@@ -88,7 +88,10 @@ class StoreSet:
 
 
 def set_of(folders_of: FoldersOf, name: str, world: int) -> StoreSet:
-    """Return the stores that `world` ranks have or would have."""
+    """Return the stores that `world` ranks have or would have.
+
+    `folders_of` returns the directories over which the store of a rank is spread.
+    """
     return StoreSet(
         tuple(
             tuple(parent / ranks.store_name(name) for parent in folders_of(ranks.rank))

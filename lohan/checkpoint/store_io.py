@@ -75,7 +75,8 @@ def fill(
     """Write the initial weights and optimizer state of every group.
 
     The moments of trained groups are set to zero. For frozen groups in `exact`, the part of the
-    values that rounding to the compute dtype removes is stored too.
+    values that rounding to the compute dtype removes is stored too. `read` returns the values of
+    the parameters by name.
     """
     read = PackingSource(read, groups, dtype_of(state_format)).read_flat
     trained = [] if weights_only else [group for group in groups if not group.frozen]
@@ -266,7 +267,7 @@ def aligned(size: int) -> torch.Tensor:
 
 
 def store_reader(*stores: Store, ema: bool = False) -> ReadFlat:
-    """Return a reader of the committed parameters by name, or of their moving average.
+    """Return a reader of the committed parameters by name or, with `ema`, of their moving average.
 
     `stores` is the store of a run, or the stores of all its ranks in rank order.
     """
@@ -370,6 +371,7 @@ def create_store(
     """Return a store in which the initial weights of a model, or of a rank's shard, are committed.
 
     `exact` has the keys of the frozen groups for which the part removed by rounding is stored.
+    `read` returns the initial values by name.
     """
     state_format = state_format_of(plan.dtype, plan.kind)
     ranks = process_group.ranks
@@ -557,7 +559,10 @@ def create_weights_store(
     dirs: Sequence[Path],
     progress: OnProgress = lambda done, total: None,
 ) -> Store:
-    """Return a store with a model's weights in the compute dtype, rounded as in transformers."""
+    """Return a store with a model's weights in the compute dtype, rounded as in transformers.
+
+    `read` returns the values by name.
+    """
     state_format, groups = STATE_FORMATS[dtype], blocks.groups
     sizes = {
         weight_key(group): [c.stop - c.start for c in chunks(group, chunk_params)]

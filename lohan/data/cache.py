@@ -63,7 +63,8 @@ def prepare(
 ) -> Dataset:
     """Tokenise one file or several into `cache_dir`, or reuse a cache made from the same inputs.
 
-    `option` is the command-line option that names the files, for messages.
+    `option` is the command-line option that names the files, for messages. With `preferences`, rows
+    are pairs of answers or rated answers. Return the dataset.
     """
     sources = [Source(source)] if isinstance(source, Path) else list(source)
     for one in sources:

@@ -194,7 +194,8 @@ def read_examples(
 ) -> Iterator[tuple[str, Unit]]:
     """Yield (place, tokens and labels) for each example of a data file of any kind.
 
-    `place` is text for messages that says where the example is.
+    `place` is text for messages that says where the example is. `encoder` makes tokens and labels.
+    With `preferences`, a row is a pair of answers or a rated answer.
     """
     report = progress or (lambda done, total: None)
     processes = processes_for(source)
@@ -236,7 +237,10 @@ def count_rows(source: Path) -> int:
 
 
 def read_rows(source: Path, report: OnProgress) -> Iterator[Row]:
-    """Yield (place, object) for each row of a data file; `place` is text for messages."""
+    """Yield (place, object) for each row of a data file; `place` is text for messages.
+
+    `report` is called with the work that is done and the total.
+    """
     progress = Progress(report)
     yield from _rows_of(source, progress)
     progress.end()
@@ -344,7 +348,7 @@ def _work_on(
     return results, [now - then for now, then in zip(_worker.counts(), before, strict=True)]
 
 
-WORKER_DEADLINE_S = 600.0  # for ROWS_PER_TASK rows
+WORKER_DEADLINE_S = 600.0  # time in which a process must convert ROWS_PER_TASK rows
 
 
 def _finished(result: Any, worker: Worker) -> list[Any]:

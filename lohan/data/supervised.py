@@ -486,7 +486,7 @@ def _is_whole(answer: Prompt) -> bool:
 
 
 def _shared(first: Prompt, second: Prompt) -> int:
-    """Return the length of the common prefix, in characters or messages."""
+    """Return the length of the common prefix of two answers, in characters or messages."""
     pairs = zip(first, second, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 

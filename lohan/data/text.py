@@ -32,7 +32,10 @@ def tokenizer_files(model_dir: Path) -> list[Path]:
 
 
 def load_tokenizer(model_dir: Path, *, needed_by: str) -> Any:
-    """Load the model folder's tokenizer without network access."""
+    """Load the model folder's tokenizer without network access.
+
+    `needed_by` names what needs the tokenizer, for messages.
+    """
     if not tokenizer_files(model_dir):
         from lohan.checkpoint.sources import MARK
 
@@ -219,6 +222,7 @@ class Encoder:
         """Return the example of a prompt and its answer, with the chat template if there is one.
 
         Without a template, prompt and answer are tokenised separately, as they are in generation.
+        The prompt is then put into PLAIN_PROMPT, unless it is `raw`.
         """
         if self.tokenizer(place).chat_template:
             turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
@@ -478,7 +482,7 @@ def encode_answer(
 
 
 def _with_system(system: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Prepend the row's system prompt to messages that have none."""
+    """Return the messages with the row's system prompt before them, unless they have one."""
     if not system or (messages and messages[0]["role"] == "system"):
         return messages
     return [{"role": "system", "content": system}, *messages]

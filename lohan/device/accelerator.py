@@ -164,7 +164,7 @@ def current_stream(device: torch.device) -> Any:
 
 
 def record_event(stream: Any) -> Event:
-    """Record an event after all work enqueued on a stream.
+    """Record an event after all work enqueued on a stream, and return the event.
 
     On CUDA, a host thread that waits for the event sleeps. torch's generic events have no such
     option, so a thread that waits for a generic event occupies a core.
@@ -179,7 +179,7 @@ def record_event(stream: Any) -> Event:
 
 
 def read_back(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor to host memory after the work enqueued on the calling thread's stream.
+    """Return a copy of a tensor in host memory, after the work enqueued on this thread's stream.
 
     `.cpu()` and `.item()` poll the device in a loop, which would occupy a core that the lanes need.
     This function sleeps instead, unless no more memory can be pinned; then it polls too.

@@ -102,7 +102,11 @@ class Device(Protocol):
         """Make the calling thread the thread of a lane."""
 
     def copy(self, lane: str, pairs: Pairs, *, after: Event | None = None) -> Event:
-        """Enqueue copies on a lane, after its earlier work and after the event `after`."""
+        """Enqueue copies on a lane, and return an event that completes with them.
+
+        The copies run after the lane's earlier work and after the event `after`. `pairs` are
+        destinations and sources.
+        """
 
     def record_stream(self, lane: str, tensors: Sequence[torch.Tensor]) -> None:
         """Keep the memory of `tensors` from being reused until the lane's enqueued work is done.
@@ -270,7 +274,7 @@ class LinkedCpuDevice(CpuDevice):
         return torch.from_numpy(self.host_memory(count))
 
     def copy(self, lane: str, pairs: Pairs, *, after: Event | None = None) -> Event:
-        """Copy synchronously.
+        """Copy synchronously, and return a completed event.
 
         `after` has already completed, because compute on the CPU is synchronous.
         """

@@ -41,7 +41,7 @@ from lohan.util.units import format_bytes
 # torch.Stream and torch.Event.
 
 
-STALL_S = 600.0  # the same limit as for lanes
+STALL_S = 600.0  # longest wait for an event, the same as for lanes
 
 
 class EmulatedEvent:

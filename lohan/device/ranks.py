@@ -570,7 +570,10 @@ def _environment_rendezvous(ranks: RankInfo) -> Any:
 
 
 def _meet(rendezvous: Any, ranks: RankInfo, run: str, address: str) -> None:
-    """Wait until every rank has reached the rendezvous store, at most for START_TIMEOUT."""
+    """Wait until every rank has reached the rendezvous store, at most for START_TIMEOUT.
+
+    `run` distinguishes this launch from others, and `address` is for messages.
+    """
     keys = [f"lohan/{run}/met/{rank}" for rank in range(ranks.world)]
     rendezvous.set(keys[ranks.rank], "here")
     end_s = time.monotonic() + START_TIMEOUT.total_seconds()

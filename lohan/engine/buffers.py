@@ -103,7 +103,10 @@ class HostPool:
                 del self._used[owner]
 
     def allocate(self, owner: str, count: int, *, for_device: bool = False) -> HostBuffer:
-        """Allocate a buffer. `for_device` states that it will be copied to or from the device."""
+        """Allocate a buffer for `owner` of the ledger, and return it.
+
+        `for_device` states that it will be copied to or from the device.
+        """
         if count == 0:
             return HostBuffer(owner, np.empty(0, dtype=np.uint8))
         size = align_up(count, PAGE)

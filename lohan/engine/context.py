@@ -60,7 +60,10 @@ class PlanContext:
     settings: ExitStack = field(default_factory=ExitStack)  # restores torch's settings at the end
 
     def forecast(self, profile: Profile, plan: Plan, *, clipped: bool = False) -> Forecast:
-        """Return the forecast of one step of a plan on a machine; `workload` must not be None."""
+        """Return the forecast of one step of a plan on a machine; `workload` must not be None.
+
+        `clipped` states whether the step is clipped.
+        """
         assert self.workload is not None
         return Simulator(profile, self.shards, self.workload).forecast(plan, clipped=clipped)
 
@@ -126,7 +129,7 @@ def tested_classes() -> frozenset[str]:
 def blocks_of(
     model: nn.Module, batch: Mapping[str, Any], *, base: str = "", dtype: str = "fp32"
 ) -> Blocks:
-    """Divide a model into blocks according to a call with this batch.
+    """Return a model's groups and sites, according to a call with this batch.
 
     If `base` is given, the frozen base is packed for the dtype.
     """

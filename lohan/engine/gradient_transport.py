@@ -252,7 +252,10 @@ class GradientSpill:
     def write(
         self, number: int, chunk: int, buffer: int, grads: Mapping[int, torch.Tensor]
     ) -> Ticket:
-        """Pack one chunk of a group's gradients in their widest dtype, and submit its write."""
+        """Submit the write of one chunk of a group's gradients, and return its ticket.
+
+        The gradients are packed in their widest dtype.
+        """
         dtype = widest_dtype(grads)
         self._spilled[number] = (dtype, frozenset(grads))
         cut = self._chunks[number][chunk]

@@ -139,7 +139,7 @@ class StepCollectives:
         return math.fsum(self.process_group.all_gather_object(number))
 
     def loss(self, part: torch.Tensor) -> torch.Tensor:
-        """Return the sum of the loss over all ranks.
+        """Return the sum over all ranks of `part`, the loss of this rank's tokens.
 
         With one rank, this does not wait for compute.
         """
@@ -265,7 +265,10 @@ class GradientSink:
         return self._uses[group] == 0
 
     def sum_wide(self, group: str, wide: bool) -> None:
-        """Set whether following gradients of a group are summed in fp32; 16-bit sums lose bits."""
+        """Set whether further gradients of a group are summed in fp32.
+
+        Sums in 16 bits lose bits.
+        """
         self._sums_wide[group] = wide
 
     def add(self, group: str, tensor: int, grad: torch.Tensor) -> None:

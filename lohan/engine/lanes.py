@@ -311,7 +311,7 @@ class LaneThreads:
             self._progress.finish(job, start_s)
 
     def finish_compute(self, item: tuple[Job, Event, ComputeStart, Event | None]) -> None:
-        """Record the time at which the device finished a compute action, by the device's clock.
+        """Record when a compute action has finished, by the device's clock.
 
         Without a device clock, the action is assumed to begin when the previous one ended.
         """
@@ -384,7 +384,7 @@ class Lanes:
         return self._compute[0].action.name if self._compute else None
 
     def begin(self, name: str) -> Action:
-        """Begin the next compute action of the caller, and wait for what it needs."""
+        """Begin the next compute action of the caller, and return it when it can run."""
         job = self._compute.popleft()
         assert job.action.name == name, (job.action.name, name)
         self._run_in_order_until(job)
@@ -500,7 +500,10 @@ class Lanes:
     # -- waiting ----------------------------------------------------------------------------------
 
     def _await(self, jobs: list[Job], action: Action | None) -> None:
-        """Wait for jobs, and run updates that become ready meanwhile."""
+        """Wait for jobs, and run updates that become ready meanwhile.
+
+        `action` is the action that needs the jobs, for messages.
+        """
         for job in jobs:
             seen, since = self._progress.finished, time.monotonic()
             while not job.done.is_set():

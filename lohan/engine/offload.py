@@ -164,7 +164,10 @@ class ActivationSpill(ActivationHooks):
     # -- the ssd lane ------------------------------------------------------------------------------
 
     def write(self, site: int, buffer: int) -> Iterator[Ticket]:
-        """Run O: pack a site's activations and submit their writes, if the site has run."""
+        """Run O: pack a site's activations, submit their writes, and yield the tickets.
+
+        Nothing is written if the site has not run.
+        """
         call = self._new.get(site)
         if call is not None:
             saved, memory = _saved(call), self.buffer(buffer)
@@ -190,7 +193,10 @@ class ActivationSpill(ActivationHooks):
                     saved.hand_over()
 
     def read(self, site: int, buffer: int) -> Iterator[Ticket]:
-        """Run I: submit reads of what `write` has written, if a call still needs it."""
+        """Run I: submit reads of what `write` has written, and yield the tickets.
+
+        Nothing is read if no call still needs the activations.
+        """
         spilled = self._spilled.get(site)
         if site in self._from_device or (spilled is not None and spilled.call() is not None):
             for chunk, start, stop in self._used_transfers(site):

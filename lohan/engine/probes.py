@@ -134,7 +134,10 @@ class Figure:
 
 
 def end(thread: threading.Thread) -> None:
-    """Wait for a probe that was asked to stop, and raise LohanError after PROBE_END_S."""
+    """Wait until the thread of a probe has ended after a request to stop.
+
+    Raise LohanError after PROBE_END_S.
+    """
     thread.join(PROBE_END_S)
     if thread.is_alive():
         raise LohanError(
@@ -275,7 +278,7 @@ class BlockPoint:
     def least_s(self, rate: float) -> float:
         """Return the approximate minimum seconds of a measurement.
 
-        It consists of two forwards, and of two forwards with backward.
+        It consists of two forwards, and of two forwards with backward. `rate` is in FLOP/s.
         """
         return 8 * self._flops / rate
 
@@ -561,7 +564,8 @@ def under_load(device: Device, sizes: Sizes, *, size: int, seconds: float) -> tu
 
     Each pair has the rate of copies, then that of updates. The first pair was measured with one of
     the two running alone, before and after the second pair to compensate for drift. The second pair
-    was measured with both running at the same time.
+    was measured with both running at the same time. `sizes` and `size` are those of the update and
+    of the copies.
     """
     fmt = STATE_FORMATS[device.default_dtype]
     layout = BytesPerParameter(weight=fmt.weight_bytes, state=fmt.state_bytes, gradient=FLOAT)
@@ -712,10 +716,10 @@ def profile(
     device: Device | None = None,
     model: ModelShape | None = None,
 ) -> Profile:
-    """Measure this machine, with these folders as its drives and compute on this device.
+    """Measure this machine, with these folders as its drives, and return its profile.
 
-    It takes less than a minute. With `model`, the measured blocks are as wide as those of the
-    model.
+    Compute is measured on `device`. The measurement takes about a minute for one drive. With
+    `model`, the measured blocks are as wide as those of the model.
     """
     device = device or CpuDevice()
     effort = effort or effort_for(device, model)

@@ -224,7 +224,10 @@ def stored_weights_of(model: nn.Module) -> StoredWeights | None:
 
 
 def redirect_to_store(session: Session, dtype: torch.dtype) -> StoredWeights:
-    """Record the store in a model's parameters, and redirect the model's methods to it."""
+    """Record the store in a model's parameters, and redirect the model's methods to the store.
+
+    Return the object that represents the store.
+    """
     stored, model = StoredWeights(session, dtype), session.model
     for parameter in model.parameters():
         parameter.stored_weights = stored  # type: ignore[attr-defined]

@@ -158,7 +158,7 @@ def has_gradient_hooks(model: nn.Module) -> bool:
 def run_gradient_hooks(parameter: OffloadedParameter, grad: torch.Tensor) -> torch.Tensor | None:
     """Run a parameter's hooks on its complete gradient of one backward.
 
-    The order is that of PyTorch. Returns the resulting gradient, or None if a hook has set `.grad`
+    The order is that of PyTorch. Return the resulting gradient, or None if a hook has set `.grad`
     to None.
     """
     shape = grad.shape
@@ -227,7 +227,11 @@ class Copies:
 
 
 def read_weight(executor: Executor, parameter: AttachedParameter) -> torch.Tensor:
-    """Stream the current values of a parameter, in the type and on the device of its block."""
+    """Return the current values of a parameter, in the type and on the device of its block.
+
+    They are streamed from the store. Raise ModelError with several ranks, during backward, and
+    inside another block.
+    """
     name, group = parameter.label[0], executor.collectives.process_group
     if group.several:
         raise ModelError(

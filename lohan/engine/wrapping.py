@@ -529,7 +529,10 @@ def _differs(name: str, what: str, how: str) -> ModelError:
 def plain_gradients(
     run: Callable[[], Any], leaves: Mapping[str, torch.Tensor], grads: Sequence[torch.Tensor | None]
 ) -> NamedGrads:
-    """Return the gradients of the leaves, given the gradients `grads` of a plain call's results."""
+    """Return the gradients of the leaves in a plain call of a block.
+
+    `run` makes the call, and `grads` are the gradients of its results.
+    """
     with torch.enable_grad():
         out = tensors_in(run())
     pairs = [(o, g) for o, g in zip(out, grads, strict=True) if o.requires_grad and g is not None]

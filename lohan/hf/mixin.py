@@ -104,7 +104,7 @@ class LohanMixin(OutputStore):
     # -- set-up -----------------------------------------------------------------------------------
 
     def _build_accelerator_args(self, **named: Any) -> dict[str, Any]:
-        """Disable autocast.
+        """Return the arguments of the accelerator, without autocast.
 
         In LoHan, bf16 and fp16 are the types of the weights, which have an fp32 master copy.
         """
@@ -649,7 +649,7 @@ FILL = {
 
 
 def merged(batches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Join several batches into one, padding rows on the right to the longest."""
+    """Return several batches joined into one, with rows padded on the right to the longest."""
     if len(batches) == 1:
         return dict(batches[0])
     joined: dict[str, Any] = {}
@@ -702,7 +702,7 @@ def shapes_for(inputs: Mapping[str, Any], max_length: int | None) -> dict[str, t
 
 
 def largest_shapes(all_ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the largest shape that any process has for each input."""
+    """Return the largest shape of each input in any process, given the shapes in all of them."""
     first = dict(all_ranks[0])
     for other in all_ranks[1:]:
         for name, (shape, dtype) in first.items():

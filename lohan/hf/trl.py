@@ -548,7 +548,7 @@ class SFTTrainer(LohanMixin, Theirs):
         return undo
 
     def _of_all(self, sums: list[float]) -> list[float]:
-        """Sum values over all processes, as TRL does for its metrics."""
+        """Return the sums of values over all processes, as TRL computes them for its metrics."""
         if self.args.world_size == 1:
             return sums
         local = torch.tensor(sums, dtype=torch.float64, device=self.args.device)

@@ -64,7 +64,10 @@ class UserSteps:
         return not is_of_library(self._trainer().training_step)  # type: ignore[union-attr]
 
     def prepare(self, batches: Sequence[Any]) -> None:
-        """Attach the model before an overridden training_step, which need not call LoHan's."""
+        """Attach the model before an overridden training_step, which might not call LoHan's.
+
+        `batches` are those of the optimizer step, and give the shapes.
+        """
         trainer: Any = self._trainer()
         if not batches or not self.overridden:
             return

@@ -35,7 +35,7 @@ class Activation:
         return self.flops + self.flops_per_context * seq
 
     def benefit_at(self, seq: int) -> float:
-        """Return the offloading benefit: the FLOPs saved per element kept.
+        """Return the offloading benefit at a sequence length: the FLOPs saved per element kept.
 
         Dividing it by the element size gives the benefit per byte.
         """
@@ -64,7 +64,10 @@ class BlockShape:
     linear_ends: int = 0  # Sum of the input and output widths of all its linear layers.
 
     def adapter_parameters(self, rank: int) -> int:
-        """Return the number of parameters of LoRA adapters on all linear layers of the block."""
+        """Return the number of parameters of LoRA adapters on all linear layers of the block.
+
+        `rank` is the rank of the adapters.
+        """
         return rank * self.linear_ends
 
     def flops_at(self, seq: int) -> float:

@@ -92,12 +92,15 @@ def packed_bytes(packing: str, shape: Sequence[int]) -> int:
 
 
 def packed_numel(packing: str, shape: Sequence[int], weight_bytes: int) -> int:
-    """Return the number of elements of the compute type that a packed tensor occupies."""
+    """Return the number of elements of the compute type that a packed tensor occupies.
+
+    `packing` is the format, and `weight_bytes` the size of an element.
+    """
     return packed_bytes(packing, shape) // weight_bytes
 
 
 def with_packed(blocks: Blocks, names: Collection[str], packing: str, weight_bytes: int) -> Blocks:
-    """Return the blocks with the named tensors packed."""
+    """Return the blocks with the tensors `names` packed in the format `packing`."""
     groups = tuple(
         _lay_out_packed(group, names, packing, weight_bytes)
         if any(tensor.name in names for tensor in group.tensors)

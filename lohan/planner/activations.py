@@ -232,7 +232,7 @@ class _Pricer:
         return forward_s, backward_s, head_s
 
     def _copy_s(self, name: str, classes: frozenset[str]) -> tuple[float, float]:
-        """Return the seconds to copy the activations of one block to host memory, and back."""
+        """Return the seconds to copy these classes of one block to host memory, and back."""
         if not self.profile.has_link:
             return 0.0, 0.0
         size = self.memory.sizes.bytes_with(name, classes)

@@ -72,7 +72,10 @@ class Rules:
 
 
 def peak_host(calls: Sequence[Call], rules: Rules) -> HeldBytes:
-    """Return the bytes by owner at the peak of a step. `calls` are in the order of forward."""
+    """Return the bytes by owner at the peak of a step, under `rules`.
+
+    `calls` are in the order of forward.
+    """
     peaks = [*_forward(calls, rules), *_backward(calls, rules)]
     return max(peaks, key=lambda held: sum(held.values()), default={})
 
@@ -128,7 +131,7 @@ def _backward(calls: Sequence[Call], rules: Rules) -> Iterator[HeldBytes]:
         for group in call.groups:
             if group.frozen or group.resident:
                 continue
-            if first[group.key] < number:  # an earlier call adds to it
+            if first[group.key] < number:  # An earlier call adds to this sum.
                 unfinished[group.key] = group.numel
                 continue
             unfinished.pop(group.key, None)
@@ -258,10 +261,10 @@ class KeptSizes:
         self._slices: dict[tuple[Kept, float], int] = {}
 
     def classes(self, kept: Kept) -> list[frozenset[str]]:
-        """Return the classes that each site keeps.
+        """Return the classes that each site keeps, given the sites that keep each class.
 
-        If the plan gives a number of sites for a class, these sites are spread evenly,
-        which also loads the lanes evenly.
+        If the plan gives a number of sites for a class, these sites are spread evenly, which also
+        loads the lanes evenly.
         """
         if kept not in self._classes:
             self._classes[kept] = self._spread(kept)
@@ -493,7 +496,10 @@ class DeviceMemoryModel:
         return self._of_tied(self._host.blocks.sites, FLOAT + self._host.gradient_width)
 
     def _of_tied(self, sites: Iterable[Site], width: int) -> Counter[str]:
-        """Return for each site the bytes of its tied groups that a preceding site also uses."""
+        """Return for each site the bytes of its tied groups that a preceding site also uses.
+
+        `width` is the number of bytes per parameter.
+        """
         tied = {group.key: group.numel * width for group in self._host.tied}
         found, seen = Counter[str](), set[str]()
         for site in sites:
@@ -567,7 +573,10 @@ class StateSizes:
         self._last_cached: tuple[object, int, int] = ((), 0, 0)
 
     def total(self, chunk_params: int) -> int:
-        """Return the bytes of the state of all trained groups."""
+        """Return the bytes of the state of all trained groups.
+
+        `chunk_params` is the number of parameters in a chunk.
+        """
         if chunk_params not in self._totals:
             total = self._format.state_total
             sizes = (total(group.numel, chunk_params) for group in self._blocks.trained)
@@ -900,7 +909,7 @@ class MemoryModel:
         return peak_host(calls, rules)
 
     def _call(self, plan: Plan, name: str, groups: tuple[FlatGroup, ...]) -> Call:
-        """Return the memory of a call.
+        """Return the memory of the call of one site, which uses `groups`.
 
         The kept results of one slice are subtracted from the work of backward, because they are
         counted as kept.

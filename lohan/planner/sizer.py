@@ -30,7 +30,7 @@ class GreedyFill:
         self._memory, self._limit, self._fits = memory, limit, fits
 
     def use_host_memory(self, plan: Plan, deferred: float, order: FillOrder) -> Plan:
-        """Use the free host memory in the order of `Use`.
+        """Return the plan extended to use the free host memory in the order of `Use`.
 
         If updates do not need all gradients, the share `deferred` of them runs in the next forward,
         and their gradients wait.
@@ -54,7 +54,7 @@ class GreedyFill:
         return grown if self._fits(grown) else plan
 
     def unspill(self, plan: Plan) -> Plan:
-        """Keep held gradients in memory instead of on SSD, as many groups as fit.
+        """Return the plan with as many held gradients in memory instead of on SSD as fit.
 
         The first blocks have priority: the next forward needs their gradients first, so they are
         held for the shortest time.
@@ -73,7 +73,7 @@ class GreedyFill:
         return self._largest_change(plan, len(first), without)
 
     def defer(self, plan: Plan, share: float) -> Plan:
-        """Defer up to `share` of the updates to the next forward.
+        """Return the plan with up to `share` of the updates deferred to the next forward.
 
         The last blocks are deferred first, because the next forward reaches them last.
         """
@@ -105,9 +105,10 @@ class GreedyFill:
         return best
 
     def cache_on_device(self, plan: Plan) -> Plan:
-        """Add weight slots on the device, so that backward need not load the last blocks again.
+        """Return the plan with more weight slots on the device, as many as fit.
 
-        Nothing is added if the memory that compute needs is not known.
+        Backward then need not load the last blocks again. Nothing is added if the memory that
+        compute needs is not known.
         """
         while (
             self._memory.has_own_memory
@@ -121,7 +122,7 @@ class GreedyFill:
         return plan
 
     def cache_groups(self, plan: Plan) -> Plan:
-        """Cache the weights and the state of as many whole groups as fit.
+        """Return the plan that caches the weights and the state of as many whole groups as fit.
 
         Cached groups need not be read and, if all updates wait for forward, they are written during
         backward. If `_spreads(plan)`, the cached groups are spread evenly over the model; otherwise
@@ -146,7 +147,7 @@ class GreedyFill:
         return self._largest_change(plan, len(groups), some)
 
     def cache_weights(self, plan: Plan) -> Plan:
-        """Cache the weights of as many groups as fit, large groups first."""
+        """Return the plan that caches the weights of as many groups as fit, large groups first."""
         cached = plan.host_cached_weights
         by_size: dict[int, list[str]] = {}
         for group in sorted(self._memory.moving, key=lambda group: -group.numel):
@@ -163,10 +164,11 @@ class GreedyFill:
         )
 
     def cache_state(self, plan: Plan) -> Plan:
-        """Cache as many state chunks as fit: spread evenly if `_spreads(plan)`, else the first.
+        """Return the plan that caches as many state chunks as fit.
 
-        With a log, state is cached only for groups whose weights are cached, because all other
-        groups begin every step with their last full state.
+        The chunks are spread evenly if `_spreads(plan)`; otherwise the first ones are cached. With
+        a log, state is cached only for groups whose weights are cached, because all other groups
+        begin every step with their last full state.
         """
         in_memory = {group.key for group in self._memory.blocks.groups if group.resident}
         in_memory.update(plan.host_cached_weights)
@@ -203,7 +205,7 @@ def _spreads(plan: Plan) -> bool:
 
 SMALLEST_CHUNK, LARGEST_CHUNK = 2**17, 2**26  # parameters
 MOST_CHUNKS = 128  # largest number of chunks of a group, if the planner chooses their size
-SMALLEST_HEAD = 16  # tokens of a slice of the head
+SMALLEST_HEAD = 16  # smallest number of tokens in a slice of the head
 HEAD_BYTES = 128 * MiB  # logits of one slice of the head in host memory, if the budget allows it
 DEVICE_HEAD = 1024  # tokens of a slice of the head on a device; larger slices are not faster
 MOST_DEFERRED = 0.25  # share of the parameters that `balanced` defers on an unknown machine

@@ -131,7 +131,7 @@ def tokens_of(policy: Policy, model: ModelShape, profile: Profile, batch: int, s
 
 
 def room_for_kept(policy: Policy, model: ModelShape, profile: Profile) -> float:
-    """Return the host memory for activations of all GPUs (MEM_avail)."""
+    """Return the bytes of host memory for activations of all GPUs, the paper's MEM_avail."""
     return profile.host_bytes - policy.host.bytes(model.parameters, _block(model))
 
 
@@ -465,7 +465,7 @@ def policy(name: str) -> Policy:
 def with_choices(
     chosen: Policy, *, update_mode: str | None = None, activations: str | None = None
 ) -> Policy:
-    """Return the policy with the user's choices.
+    """Return the policy `chosen` with the user's choices.
 
     Raise a ConfigError if the policy fixes another value.
     """
@@ -527,6 +527,7 @@ def block_work(
     """Return the work of one block.
 
     With `whole`, recomputation runs to the end of the block unless all activations are kept.
+    `touched` is as in Policy.
     """
     recomputed = [part for part in block.activations if part.name not in kept]
     flops = sum(part.flops_at(seq) for part in recomputed)
@@ -769,7 +770,7 @@ def run(
     seq: int,
     swapped: float | None = None,
 ) -> PolicyResult:
-    """Simulate a policy on a machine.
+    """Simulate a policy on a machine, and return the result.
 
     `batch` is the total of all GPUs. `swapped` are the bytes of activations that leave each device;
     by default the policy chooses them.

@@ -97,7 +97,7 @@ def weights_too(plan: Plan) -> list[bool]:
 
 
 def _adds_little(profile: Profile, added: float, anyway: float, step_s: float) -> bool:
-    """Return whether the bytes that commits add to a step are acceptable.
+    """Return whether the `added` bytes that commits write are acceptable.
 
     They are if they are a small share of the bytes that the step writes `anyway`, or if the drives
     survive LEAST_DRIVE_LIFE_S of such steps.

@@ -60,7 +60,7 @@ def at_least(lane: int, number: int) -> Clock:
 def split_buffers(
     action: Action, spec: ScheduleSpec, buffers: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the host buffers and the device buffers of a site's activations."""
+    """Divide the buffers that an action names into host buffers and device buffers."""
     if action.index in spec.offloaded:
         return buffers[:-1], buffers[-1:]
     return buffers, ()
@@ -165,7 +165,7 @@ class _Clocks:
         self.last_done[lane] = self.done[action.name] = done
 
     def has_finished(self, use: Use) -> bool:
-        """Return whether another action has certainly finished when the current one starts."""
+        """Return whether the action of `use` has certainly finished when the current one starts."""
         return self.now[use[0]] >= use[1]
 
     def finished(self, action: Action) -> Use:
@@ -192,7 +192,7 @@ class _Activations:
         self.on_ssd: set[int] = set()  # sites
 
     def keep(self, action: Action, at: tuple[int, ...]) -> None:
-        """Record that the forward of a site keeps its activations in these buffers."""
+        """Record that the forward of a site keeps its activations in the buffers `at`."""
         host, device = split_buffers(action, self.spec, at)
         for buffer in host:
             self.host[buffer] = action.index
@@ -200,7 +200,7 @@ class _Activations:
             self.device[buffer] = action.index
 
     def check_kept(self, action: Action, at: tuple[int, ...]) -> None:
-        """Check that these buffers hold the activations of the site."""
+        """Check that the buffers `at` hold the activations of the site."""
         host, device = split_buffers(action, self.spec, at)
         for buffer in host:
             self._check_site(action, "buffer", self.host[buffer])

@@ -151,7 +151,10 @@ def _per_parameter(size: Callable[[BytesPerParameter], float]) -> Any:
 
 
 def _among_ranks(size: Callable[[BytesPerParameter], float]) -> Any:
-    """Return a `moves` function for the bytes that a rank exchanges with all others."""
+    """Return a `moves` function for the bytes that a rank exchanges with all others.
+
+    `size` is the number of bytes per parameter.
+    """
     return lambda work, index, chunk: (
         work.parameters(index, chunk) * ((work.world - 1) * size(work.per_parameter))
     )

@@ -198,6 +198,7 @@ class Builder:
         """Read the weights of a group, replacing the group whose next use is farthest away.
 
         If logged gradients are about to be applied, the weights of the last full state are read.
+        `upcoming` has the next uses.
         """
         replays = self.spec.log and group in self.due and group not in self.cached
         slot = self.slot_of(group)

@@ -355,9 +355,9 @@ class StepWork:
     def over_link(self, site: int) -> float:
         """Return the bytes of activations that are attributed to K or V of a site.
 
-        Slices are copied during the compute of their own site. Only the last slice to leave, or the
-        first to return, is copied between two sites. That slice is counted with its own site and
-        the other slices with the site before it.
+        K offloads activations, and V restores them. Slices are copied during the compute of their
+        own site. Only the last slice to leave, or the first to return, is copied between two sites.
+        That slice is counted with its own site and the other slices with the site before it.
         """
         own_bytes = self.sites[site].kept_bytes
         after = self.sites[site + 1].kept_bytes if site + 1 < len(self.sites) else 0.0

@@ -48,10 +48,10 @@ class IOEngine(Protocol):
         """
 
     def read(self, file: int, offset: int, buffer: Buffer) -> int:
-        """Submit a read of len(buffer) bytes and return a ticket."""
+        """Submit a read of len(buffer) bytes at an offset of a file, and return a ticket."""
 
     def write(self, file: int, offset: int, buffer: Buffer) -> int:
-        """Submit a write of len(buffer) bytes and return a ticket."""
+        """Submit a write of len(buffer) bytes at an offset of a file, and return a ticket."""
 
     def wait(self, ticket: int, timeout_s: float) -> None:
         """Wait until the ticket's I/O is complete.

@@ -199,7 +199,10 @@ class GradientLog:
         timeout_s: float,
         barrier: Callable[[], None] | None = None,
     ) -> GradientLog:
-        """Preallocate a log without entries, replacing any other log; that log must not be live."""
+        """Preallocate a log without entries for `segments` steps after this generation.
+
+        Any other log is replaced, and must not be live.
+        """
         # The log is spread over the directories like the chunks of the store.
         sizes = [max(1, volume.layout.disk_slot_bytes(n)) for n in range(len(volume.dirs))]
         layout = plan_layout(
@@ -233,7 +236,7 @@ class GradientLog:
         timeout_s: float,
         barrier: Callable[[], None] | None = None,
     ) -> GradientLog:
-        """Open a live log to replay it."""
+        """Open the log of a store that has logged steps, to apply these steps."""
         layout = layout_from_json(list(manifest.layout), directories=len(volume.dirs))
         _check_entries(manifest, layout, volume.dirs[0] / LOG)
         return cls(volume, manifest, layout, timeout_s=timeout_s, create=False, barrier=barrier)

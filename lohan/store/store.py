@@ -133,7 +133,7 @@ class Verification:
         self._unverified = np.full(len(checksums), committed)
 
     def due(self, extent: Extent) -> int | None:
-        """Return the checksum of a committed chunk if a read has to be verified, else None."""
+        """Return the checksum of a committed chunk if a read of it must be verified, or None."""
         first = self._at_first_read and bool(self._unverified[extent.index])
         due = self.committed and (first or self.always)
         return int(self.checksums[extent.index]) if due else None
@@ -421,7 +421,10 @@ class Store:
                 raise
 
     def _numbered(self, meta: Mapping[str, Any], add: int = 1) -> dict[str, Any]:
-        """Return the meta of a commit, to which its number is added if there are other ranks."""
+        """Return `meta`, with the number of the commit if there are other ranks.
+
+        The number is that of the last commit plus `add`.
+        """
         if self.barrier is None:
             return dict(meta)
         last = commit_number(replace(self._manifest, meta=self.meta))

@@ -263,7 +263,10 @@ class Transfers:
         crc: int | None,
         attempt: int,
     ) -> Ticket:
-        """Submit I/O for a reserved chunk, and release the chunk if the engine refuses it."""
+        """Submit I/O for a reserved chunk.
+
+        Release the chunk if the engine refuses the request.
+        """
         submit = self._volume.read if kind == "read" else self._volume.write
         try:
             number = submit(disk_slot, extent, buffer)

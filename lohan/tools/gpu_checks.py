@@ -281,7 +281,10 @@ def trained(
     late: bool = False,
     **options: Any,
 ) -> Trained:
-    """Train a copy of the model; with `late`, on a device with random pauses on its lanes."""
+    """Train a copy of the model, and return its losses and the digest of its state.
+
+    With `late`, the device has random pauses on its lanes.
+    """
     folder = bench.folder / name
     folder.mkdir()
     losses = []
@@ -415,7 +418,7 @@ def saved_activations(bench: Bench) -> CheckResult:
 def padded_dropout(bench: Bench) -> CheckResult:
     """Check training with a padding mask and dropout in attention.
 
-    They select another attention kernel, whose random state is on the host.
+    Both select another attention kernel, whose random state is on the host.
     """
     model, batches = gpt2(bench), tokens(bench)
     for batch in batches:

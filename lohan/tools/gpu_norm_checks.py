@@ -85,7 +85,10 @@ def shared_memory(bench: Bench) -> CheckResult:
 
 
 def check_norms(norms: Sequence[float], expected: Sequence[float], what: str) -> None:
-    """Raise WrongResult if the gradient norms of two runs differ by more than TOLERANCE."""
+    """Raise WrongResult if the gradient norms of two runs differ by more than TOLERANCE.
+
+    `what` names the two runs in the message.
+    """
     pairs = zip(norms, expected, strict=True)
     if not all(math.isclose(norm, other, rel_tol=TOLERANCE) for norm, other in pairs):
         raise WrongResult(f"{what}: gradient norms {norms} and {expected}")

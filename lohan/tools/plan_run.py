@@ -251,6 +251,7 @@ def _drives(case: Case, current_s: float) -> Iterator[Change]:
     """Yield the gain of one more drive and of twice as many drives.
 
     The measured rate is that of all drives together, and it is scaled with the number of drives.
+    `current_s` is the step time that gains are relative to.
     """
     for more in (1, case.drives):
         count = case.drives + more

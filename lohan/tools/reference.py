@@ -210,7 +210,7 @@ def loaded(recipe: Recipe, dtype: torch.dtype) -> Any:
 
 
 def _dequantise_base(model: nn.Module, recipe: Recipe, packing: str) -> None:
-    """Replace the weights that the run packs by the dequantised values it computes with."""
+    """Replace the weights that the run packs by the values that the run computes with."""
     fmt = STATE_FORMATS[recipe.dtype]
     read = source_of(load(recipe.model, dtype=recipe.dtype, lora=recipe.train.adapter))
     blocks = pack_base(model, cut(model), packing, fmt.weight_bytes)
@@ -243,7 +243,10 @@ class Trajectory:
 
 
 def reference_run(recipe: Recipe, folder: Path, advance: Callable[[int, int], None]) -> Trajectory:
-    """Run the recipe in memory, in the types that the run under test uses."""
+    """Run the recipe in memory, in the types that the run under test uses.
+
+    Return the losses and the weights after every step.
+    """
     folder.mkdir()
     torch.manual_seed(recipe.seed)
     run = PlainRun(recipe, compute=TYPES[recipe.dtype], master=torch.float32)

@@ -236,7 +236,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def checked(name: str, device: str, folder: Path, *, run: Run = run_check) -> Checked:
-    """Run a check and compare its figures with their bounds.
+    """Run a check, and return its figures with the bounds that they are compared with.
 
     A check that crashed or failed unexpectedly runs once more with blocking launches, which shows
     where an error of the device came from.

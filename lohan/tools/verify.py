@@ -601,7 +601,10 @@ def _check_comparable(config: Config) -> None:
 
 
 def _copied(config: Config, folder: Path, layers: int | None, notes: list[str]) -> list[Any]:
-    """Create a copy that fits into memory; return its layer counts and dropout settings."""
+    """Create a copy of the model that fits into memory.
+
+    Return the numbers of layers and the dropout settings of the copy.
+    """
     count = layers or _layers(config, notes)
     copy = copy_model(config.model, folder, layers=count)
     if copy.dropout:
@@ -638,7 +641,10 @@ class _Trial:
         return lambda done, total: self.display.advance(what, done, total)
 
     def runs(self, mode: RunMode, reference: Trajectory | None) -> tuple[RunResult, RunResult]:
-        """Run a mode with and without overlapping steps, each in its own temporary store."""
+        """Return the results of a mode with and without overlapping steps.
+
+        Each of the two runs has its own temporary store.
+        """
         results = []
         for number, stepwise in enumerate((False, True)):
             out = self.config.out.with_name(f"run-{mode}-{number}".replace(" ", "-"))
@@ -713,7 +719,7 @@ def _scratch(folder: Path, stack: ExitStack) -> Path:
 
 
 def _layers(config: Config, notes: list[str]) -> int | None:
-    """Return how many layers fit into memory, or None if the whole model fits."""
+    """Return how many layers fit into memory in an in-memory run, or None if all do."""
     whole = layer_count(config.model)
     moments = MOMENT_BYTES * len(config.train.kind.moment_specs)
     needed = _needed(config, BYTES[training_dtype(config)] + moments)

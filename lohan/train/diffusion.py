@@ -90,7 +90,7 @@ class Noising:
         return self.config.get("num_embeds_ada_norm") if self.of == DIT else None
 
     def batch(self, arrays: Mapping[str, np.ndarray], generator: torch.Generator) -> Tensors:
-        """Return the model's inputs with noise mixed in, and the target of its prediction."""
+        """Return the inputs of the model, with noise mixed into the latents, and the target."""
         tensors = {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
         wide = {n: t.float() if t.is_floating_point() else t for n, t in tensors.items()}
         return self.interface.make_inputs(self, wide, generator)
@@ -217,7 +217,7 @@ TARGETS: dict[str, Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], tor
 
 
 def _class_labels(noising: Noising, arrays: Tensors, generator: torch.Generator) -> Tensors:
-    """Make inputs for DiT: DDPM noise at a random time step, and the class of the image."""
+    """Return the inputs and the target for DiT: DDPM noise at a random time step, and the class."""
     latents, scheduler = arrays[LATENT], noising.scheduler
     count = scheduler.config.num_train_timesteps
     times = torch.randint(0, count, (len(latents),), generator=generator)
@@ -249,7 +249,7 @@ def flow(
 
 
 def _text(noising: Noising, arrays: Tensors, generator: torch.Generator) -> Tensors:
-    """Make inputs for SD3."""
+    """Return the inputs and the target for SD3."""
     noisy, target, levels = flow(arrays[LATENT], noising.shift, generator)
     return {
         "hidden_states": noisy,
@@ -261,7 +261,10 @@ def _text(noising: Noising, arrays: Tensors, generator: torch.Generator) -> Tens
 
 
 def _packed_text(noising: Noising, arrays: Tensors, generator: torch.Generator) -> Tensors:
-    """Make inputs for Flux, which takes tokens of 2 x 2 latent pixels and their positions."""
+    """Return the inputs and the target for Flux.
+
+    The inputs are tokens of 2 x 2 latent pixels, and the positions of the tokens.
+    """
     noisy, target, levels = flow(arrays[LATENT], noising.shift, generator)
     height, width = noisy.shape[-2] // 2, noisy.shape[-1] // 2
     grid = torch.zeros(height, width, 3)

@@ -224,7 +224,7 @@ class VisionLanguage(Task[Fields]):
         return inputs_of(conversations.example(config.train.batch))
 
     def part(self, batch: Batch, start: int, stop: int) -> Batch:
-        """Collate the examples from `start` up to `stop`, or one example if that range is empty.
+        """Return the examples from `start` up to `stop` as a batch, or one if that range is empty.
 
         The examples are collated again instead of slicing the batch, because pixel tensors have no
         batch dimension.

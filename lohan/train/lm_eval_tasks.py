@@ -195,7 +195,8 @@ class Streamed:
     def encode(self, text: str, special: bool | None = None) -> list[int]:
         """Return the tokens of a text, with special tokens around it if `special` is true.
 
-        By default, the tokenizer decides, except that a text with a BOS token gets none.
+        By default, the tokenizer decides, except that a text that begins with the BOS token gets no
+        other.
         """
         start = self.tokenizer.bos_token
         if special is None and start and text.startswith(start):

@@ -256,7 +256,7 @@ class Trackio:
                 auto_log_gpu=False,
                 embed=False,
             )
-        # Trackio restores the next step of a resumed run. It has no public name for it.
+        # Trackio restores the next step of a resumed run, but has no public name for that step.
         self._last_step = int(getattr(self._run, "_next_step", 0)) - 1
 
     def log(self, row: Mapping[str, Any]) -> None:
@@ -281,7 +281,7 @@ class MLflow:
 
     def __init__(self, folder: RunFolder, config: Config, step: int) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-        for name in ("mlflow", "alembic"):  # they log the creation of every table
+        for name in ("mlflow", "alembic"):  # both log the creation of every table
             logging.getLogger(name).setLevel(logging.WARNING)
         import mlflow
 

@@ -125,7 +125,10 @@ def model_card(
 def _front_matter(
     config: Config, base: Name | None, datasets: Sequence[Name], *, content: str, task: str
 ) -> list[str]:
-    """Return the lines of YAML. JSON strings are YAML strings, so names are quoted as JSON."""
+    """Return the lines of YAML at the beginning of the card.
+
+    JSON strings are YAML strings, so names are quoted as JSON.
+    """
     whole = content in ("weights", "merged model")
     lines = [f"library_name: {TASKS[task].LIBRARY if whole else 'peft'}"]
     if pipeline := TASKS[task].PIPELINE:
@@ -217,5 +220,5 @@ def _versions() -> list[tuple[str, str]]:
 
 
 def _plain(text: str) -> str:
-    """Replace the characters that have a meaning in Markdown or HTML by spaces."""
+    """Return a text with spaces in place of characters that have a meaning in Markdown or HTML."""
     return re.sub(r"[`<>|\[\]\r\n]", " ", text).strip()

@@ -528,7 +528,7 @@ def final_exports(folder: RunFolder, config: Config) -> dict[str, Path]:
 
 
 def note_finished(folder: RunFolder, *, step: int, total: int) -> None:
-    """Record that the run has made its final exports and has nothing left to do."""
+    """Record in the mark that the run has made its final exports after `step` of `total` steps."""
     config, mark = folder.config(), folder.mark
     if mark is not None:
         ended = Finished(step, total, _settings_digest(config), _digests(folder, config, mark))

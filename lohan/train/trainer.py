@@ -101,7 +101,7 @@ class RunResult:
 
 @owner_only()
 def train(config: Config, display: Display) -> RunResult:
-    """Start a new run in `config.out`. Every rank calls it."""
+    """Start a new run in `config.out`, and return how it ended. Every rank calls this function."""
     folder = RunFolder(config.out)
     with run_ranks() as group:
         check_settings(group, config)
@@ -115,10 +115,11 @@ def train(config: Config, display: Display) -> RunResult:
 def begin(
     folder: RunFolder, config: Config, display: Display, group: ProcessGroup
 ) -> tuple[Session, Inputs]:
-    """Claim the folder on the first rank, prepare the data and create the stores.
+    """Claim the folder on the first rank, prepare the data, and create the stores.
 
-    If this fails, everything that it created is removed. With several ranks nothing is removed,
-    because other ranks may still be using the folder.
+    Return the session and the inputs of the run. If this fails, everything that was created is
+    removed. With several ranks nothing is removed, because other ranks may still be using the
+    folder.
     """
     mark = Mark(**group.broadcast_made(lambda: asdict(new_mark(folder.path))))
     claimed = False
@@ -167,11 +168,11 @@ def resume(
     keep_schedule: bool = False,
     changes: Mapping[str, Any] | None = None,
 ) -> RunResult:
-    """Continue a run from its last committed step. Every rank calls it.
+    """Continue a run from its last committed step, and return how it ended.
 
-    If `steps` differs from the planned number of steps, the learning-rate schedule is rescaled to
-    `steps`, unless `keep_schedule` is set. `changes` maps the names of settings to values that
-    replace those of the run from this step on.
+    Every rank calls this function. If `steps` differs from the planned number of steps, the
+    learning-rate schedule is rescaled to `steps`, unless `keep_schedule` is set. `changes` maps the
+    names of settings to values that replace those of the run from this step on.
     """
     changes = {name: value for name, value in (changes or {}).items() if value is not None}
     check_changes(changes)
@@ -198,7 +199,7 @@ def resume(
 def show_finished(
     folder: RunFolder, config: Config, step: int, total: int, display: Display
 ) -> RunResult:
-    """Report a run that has nothing left to do."""
+    """Report a run that is finished at `step` of `total` steps, and return its result."""
     if step < total:
         further = f"early_stop under [eval] in {folder.config_file} lets it go on"
         display.note(f"the run has stopped early, at step {step} of {total}; {further}")
@@ -219,7 +220,10 @@ def resume_session(
     keep_schedule: bool = False,
     has_changes: bool = False,
 ) -> tuple[Session, Inputs, Config]:
-    """Open the store and the data of a run, and save changed settings in run.toml."""
+    """Open the store and the data of a run, and save changed settings in run.toml.
+
+    Return the session, the inputs and the config of the continued run.
+    """
     before = folder.config().train
     if steps is not None:
         config = replace(config, train=replace(config.train, steps=steps))
@@ -343,7 +347,7 @@ def schedule_note(
 def run(
     session: Session, folder: RunFolder, config: Config, inputs: Inputs, display: Display
 ) -> RunResult:
-    """Run the training loop.
+    """Run the training loop, and return how the run ended.
 
     Each iteration is one step. Its commit may run during the next one.
     """
@@ -654,7 +658,7 @@ def export(session: Session, folder: RunFolder, config: Config, display: Display
 
 
 def keep_snapshot(session: Session, folder: RunFolder, config: Config, meter: Meter) -> None:
-    """Take a snapshot if one is due and does not exist yet.
+    """Take a snapshot of the last step if one is due and does not exist yet.
 
     A process may have died between a step and its snapshot, so this is called on resume too.
     """

@@ -136,7 +136,10 @@ def name_of_run(places: Places, name: str) -> str:
 
 
 def save(places: Places, name: str, text: str) -> Path:
-    """Write the settings file beside the run folder; never replace a file with other settings."""
+    """Write the settings file beside the run folder, and return its path.
+
+    A file with other settings is never replaced.
+    """
     file = places.root / f"{name}.toml"
     if file.exists() and file.read_text(encoding="utf-8", errors="replace") != text:
         raise ConfigError(

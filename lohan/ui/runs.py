@@ -349,7 +349,7 @@ def summary(run: RunRecord, state: RunState) -> dict[str, Any]:
 
 
 def thinned(values: list[Any], most: int) -> list[float]:
-    """Skip NaN and average neighbouring numbers, so that at most `most` numbers are returned."""
+    """Return at most `most` numbers: means of neighbouring numbers, without NaN."""
     numbers = [float(value) for value in values if value == value]
     size = -(-len(numbers) // most) or 1
     groups = [numbers[at : at + size] for at in range(0, len(numbers), size)]

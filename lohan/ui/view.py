@@ -43,7 +43,7 @@ Cell = str | dict[str, str] | list[Any]
 
 
 def finite(value: Any) -> Any:
-    """Replace non-finite floats by None, because JSON has no infinity or NaN."""
+    """Return a value with None in place of non-finite floats, which JSON does not have."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
@@ -154,7 +154,7 @@ def tiles(run: RunRecord) -> list[list[str]]:
 
 
 def curve(rows: Sequence[Row], key: str) -> dict[str, list[float]]:
-    """Return the steps and values of a key."""
+    """Return the curve of a metric: the steps whose row has `key`, and the values."""
     return averaged([(row["step"], row.get(key)) for row in rows])
 
 

@@ -19,7 +19,7 @@ RECENT_STEPS = 10  # The remaining time is estimated from this many steps.
 
 
 def printable(text: str) -> str:
-    """Replace every character that is not printable with U+FFFD.
+    """Return the text with U+FFFD in place of every character that is not printable.
 
     Names read from files (tensors, folders, chats) must not send control sequences to the terminal.
     Newlines and tabs are kept.
@@ -192,7 +192,7 @@ def bar_line(text: str, done: int, total: int, right: str) -> Table:
 
 
 def fitted(parts: Sequence[str], width: int) -> list[str]:
-    """Join parts into lines of at most `width` characters, without splitting a part."""
+    """Return the parts in lines of at most `width` characters, without splitting a part."""
     lines: list[str] = []
     for part in parts:
         if lines and len(longer := f"{lines[-1]}  {part}") <= width:
@@ -235,7 +235,7 @@ def bar(share: float, width: int = 8) -> str:
 
 
 def describe_step(row: dict[str, Any], *, lr: bool = False) -> str:
-    """Describe a step in 80 columns, or in a few more with the learning rate."""
+    """Return the description of a step in 80 columns, or in a few more with the learning rate."""
     return "  ".join(step_parts(row, lr=lr))
 
 

@@ -93,7 +93,7 @@ def nearest_mount(path: Path, lines: list[str]) -> Mount | None:
 
 
 def _unescaped(text: str) -> str:
-    """Replace the octal escapes that mountinfo uses for whitespace and backslashes."""
+    """Return a path in which the octal escapes of mountinfo are replaced by their characters."""
     for code, char in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
         text = text.replace(code, char)
     return text

@@ -24,7 +24,7 @@ def cached_folder(name: str) -> Path | None:
         return _check_complete(
             Path(snapshot_download(name, local_files_only=True, allow_patterns=FILES))
         )
-    except Exception:  # It is not in the cache, or not completely.
+    except Exception:  # The model is not in the cache, or not completely.
         return None
 
 

@@ -406,7 +406,10 @@ OTHER_NAMES = {
 
 
 def unknown_key(key: str, section: str, sections: Sections) -> ConfigError:
-    """Return the error for a key that does not exist, with the nearest existing key."""
+    """Return the error for a key that does not exist, with the nearest existing key.
+
+    `section` and `sections` are the section of the key and the keys of all sections.
+    """
     if not section and key in sections:
         first = next(iter(sections[key]))
         return ConfigError(f"{key}: a section; name one of its keys, such as {key}.{first}")

@@ -114,7 +114,7 @@ LEAST_LOGGED, MOST_LOGGED = 2, 64
 
 
 def log_steps(setting: str | int) -> int | None:
-    """Parse the number of steps between two writes of the full state.
+    """Parse the setting `log_gradients`, the number of steps between two writes of the full state.
 
     "off" means 0, and "auto" means None.
     """
