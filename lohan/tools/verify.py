@@ -593,7 +593,8 @@ def _check_comparable(config: Config) -> None:
             "exported"
         )
     task = config.task or task_of_model(config.model)
-    if type(TASKS[task]).loss is not Task.loss:
+    # A model of another library is refused by name when its folder is read.
+    if TASKS[task].LIBRARY == "transformers" and type(TASKS[task]).loss is not Task.loss:
         raise ConfigError(
             f"--task {task}: plain transformers has no such loss to compare with; verify "
             "the model with --set task=language and texts as data"
