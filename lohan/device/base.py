@@ -241,9 +241,9 @@ def to_device(device: Device, tree: Any) -> Any:
 
 
 def move_buffers(model: nn.Module, torch_device: torch.device) -> None:
-    """Move the model's buffers to the compute device.
+    """Move the model's buffers to the compute device for the whole run.
 
-    They stay there for the whole run, because they are small and blocks share them.
+    The buffers are small, and blocks share them.
     """
     for module in model.modules():
         for name, buffer in module._buffers.items():

@@ -412,7 +412,10 @@ class Executor:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Roll back the step if the body raises an error. The last committed step stays intact."""
+        """Roll back the step if the `with` body raises an error.
+
+        The last committed step stays intact.
+        """
         self._check_usable()
         try:
             yield

@@ -489,9 +489,10 @@ class _PlanSearch:
         """Return the best plan for the interval in `options`, and its forecast if it was simulated.
 
         Two plans are compared. The first holds gradients in memory. The second spills all of them,
-        and uses the memory to cache more. It may be better if clipped steps can be run again,
-        because gradients then need to be held only in clipped steps, or if all updates wait between
-        two commits, because cached state may then save more than gradients in memory.
+        and uses the memory to cache more. The second may be better in two cases: if clipped steps
+        can be run again, because gradients then need to be held only in clipped steps; and if all
+        updates wait between two commits, because cached state may then save more than gradients in
+        memory.
         """
         held, forecast = self._simulated_plan(options, FillOrder())
         updates = UpdateOptions.of(held)

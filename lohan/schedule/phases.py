@@ -566,7 +566,10 @@ class _Restoring:
         self._ready: list[tuple[int, ...]] = []
 
     def fetch(self, position: int) -> None:
-        """Read spilled activations into host buffers, ahead of backward."""
+        """Read spilled activations into host buffers, as far ahead as these allow.
+
+        `position` is the site that backward runs now.
+        """
         ahead = min(position + self._b.spec.act_buffers, len(self._order))
         for site in self._order[len(self._fetched) : ahead]:
             host_buffers = self._b.act_buffer(site)
@@ -575,7 +578,10 @@ class _Restoring:
             self._fetched.append(host_buffers)
 
     def restore(self, position: int) -> tuple[int, ...]:
-        """Copy activations to the device, and return the buffers that backward reads."""
+        """Copy activations to the device, as far ahead as its buffers allow.
+
+        `position` is the site that backward runs now. Return the buffers that it reads.
+        """
         ready = min(position + DEVICE_BUFFERS, len(self._fetched))
         for number in range(len(self._ready), ready):
             site = self._order[number]

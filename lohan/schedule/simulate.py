@@ -346,7 +346,10 @@ class StepWork:
         return -(-self.groups[group] // self.chunk_params)
 
     def actions(self, group: int, number: int) -> int:
-        """Return the number of real actions that a joined chunk represents."""
+        """Return the number of real actions that chunk `number` of a group represents.
+
+        The number is above 1 if a rough forecast has joined chunks.
+        """
         return -(-self.chunk(group, number) // self.chunk_params) if self.joined else 1
 
     def out_bytes(self, site: int) -> float:

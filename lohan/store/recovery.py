@@ -53,7 +53,10 @@ def commit_state_of(primary: Path) -> CommitState:
 
 
 def _prepared(primary: Path) -> dict[str, int]:
-    """Return the numbers of the prepared commits of a store, by the file that they would become."""
+    """Return the numbers of the prepared commits of a store.
+
+    The keys are the names that the prepared files get when they are committed.
+    """
     manifest, prepared = read_manifest(primary), read_manifest(primary, name=PREPARED)
     numbers = {} if prepared is None else {MANIFEST: commit_number(prepared)}
     log = None if manifest is None else read_log(primary, name=LOG_PREPARED)
