@@ -378,7 +378,7 @@ class ActivationHooks:
         """Release the saved results of a slice whose backward has been launched."""
 
     def release(self, site: int, call: SavedCall) -> None:
-        """Handle the end of backward."""
+        """Release what is held for a call of a site whose backward has ended."""
 
 
 class Block(Protocol):

@@ -104,7 +104,7 @@ class TiledForward:
             raise
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Find and store the parts for this kind of call, before a call of it is recorded."""
+        """Find and store the parts to tile in calls of this kind, before the first is recorded."""
         stream, kind = _stream((args, kwargs)), self._kind(args, kwargs)
         if stream is None or kind in self._parts:
             return

@@ -126,8 +126,8 @@ class Merger:
 def saved_layout(model: nn.Module | None, shapes: Shapes) -> dict[str, str | Assembly]:
     """Return the layout that `save_pretrained` writes for the tensors of a model.
 
-    The layout maps each name in the file to a tensor of the model, or to an assembly of a part of a
-    tensor. If `save_pretrained` would merge several tensors into one, the model's own layout is
+    The layout maps each name in the file to a whole tensor of the model or, for a part of one, to
+    an `Assembly` of runs of its elements. If `save_pretrained` would merge several tensors into one, the model's own layout is
     returned instead. transformers can load that layout too.
     """
     if not hasattr(model, "save_pretrained") or not hasattr(model, "base_model_prefix"):

@@ -508,7 +508,7 @@ class Fields:
     seed: int
     count: int  # number of examples on disk
     types: Mapping[str, str]  # numpy type of each field
-    about: Mapping[str, Any]  # the facts that `about` of `write_fields` has returned
+    about: Mapping[str, Any]  # in meta.json: the result of the argument `about` of `write_fields`
     collate: Callable[[Sequence[Row]], Batch] = field(compare=False, repr=False)
     draw: Draw | None = field(default=None, compare=False, repr=False)
     members: np.ndarray | None = field(default=None, compare=False)  # selected examples; None: all

@@ -1,4 +1,4 @@
-"""The model, machine and budget that an attached model is planned for."""
+"""The inputs from which an attached model is planned: blocks, batch, machine and options."""
 
 from __future__ import annotations
 

@@ -299,7 +299,8 @@ class LaneThreads:
     def _complete(self, item: tuple[Job, Any, float]) -> None:
         job, handle, start_s = item
         if self._progress.error is not None and not handle:
-            # Nothing is in flight. In particular, a commit must not run after a failed write.
+            # After an error, only actions with I/O in flight are completed. All others are dropped:
+            # a commit must not run after a failed write.
             return
         self._runner.complete(job.action, handle)
         self._progress.finish(job, start_s)

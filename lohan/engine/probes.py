@@ -663,7 +663,7 @@ class Effort:
     shared_tokens: int = 64
     shared_seconds: float = 1.0
     shared_bytes: int = 64 * MiB  # in each of the store's two disk slots
-    seconds: float = 0.4  # for each other compute figure, at least
+    seconds: float = 0.4  # at least, for each measurement that has no field here
     compute_seconds: float = 25.0  # in total; a point that would exceed it is left out
     drive_seconds: float = 2.0  # for each figure of a drive; less if there are many drives
     all_drives_seconds: float = 24.0

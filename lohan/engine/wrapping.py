@@ -401,7 +401,10 @@ class BlockRunner:
         return [gathered.value for gathered in inputs]
 
     def _check_results(self, wrapped: WrappedSite, call: SavedCall, results: list[Any]) -> None:
-        """Compare the results of the first slice with a plain call, while weights are in memory."""
+        """Compare the results of the first slice with those of the block's original forward.
+
+        The weights must still be in memory.
+        """
         call.checked, part = True, call.slices(self.compute.micro_batch)[0]
         _, args, kwargs = call.restore(part, grad=True)
         with self.compute.as_in_forward(wrapped, call), torch.enable_grad():

@@ -519,7 +519,7 @@ class _Keys:
 
 @dataclass(frozen=True)
 class _Experts:
-    """The mixture of experts of a family: the default numbers of its config.json."""
+    """The experts of a model family: defaults for keys that its config.json leaves out."""
 
     count: int
     active: int

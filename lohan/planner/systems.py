@@ -798,7 +798,10 @@ def run(
 
 
 def fits(policy: Policy, model: ModelShape, profile: Profile, *, batch: int, seq: int) -> Needs:
-    """Return the least memory that a policy needs: it keeps only block inputs, on SSD if it can."""
+    """Return the memory needs of a policy that keeps only block inputs, which is the least.
+
+    Inputs for which host memory has no room go to SSD if the policy can spill.
+    """
     tokens = tokens_of(policy, model, profile, batch, seq)
     kept = input_bytes(model, tokens)
     over = profile.gpus * kept - _room(policy, model, profile, tokens)

@@ -158,7 +158,8 @@ class _Clocks:
         lane = LANES.index(action.lane)
         start = (self.last_start if action.lane == "ssd" else self.last_done)[lane]
         for wait in action.waits:
-            if wait in self.done:  # Other names from earlier schedules have no recorded use.
+            # An action of an earlier schedule that is no longer a last use is not in `done`.
+            if wait in self.done:
                 start = join(start, self.done[wait])
         self.now = self.last_start[lane] = start
         done = join(start, join(self.last_done[lane], at_least(lane, self.uses.counts[lane] + 1)))

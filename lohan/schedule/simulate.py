@@ -449,7 +449,8 @@ class Traffic:
     updated: float  # parameters, multiplied by the cost of an update relative to AdamW
     rounding_s: float = 0.0  # seconds of one core to round the moments
     deferred: float = 0.0  # share of the updates that run in forward
-    # Seconds of the head, part of `forward_s`. It runs after all blocks have kept activations.
+    # Seconds of the head, part of `forward_s`. The head runs after all blocks, so it begins after
+    # the last offload of activations.
     head_s: float = 0.0
     gathered: float = 0.0  # weights from other ranks, in each phase
     reduced: float = 0.0  # gradients to other ranks

@@ -572,10 +572,10 @@ def show_memory(session: Session, display: Display) -> None:
 
 @dataclass
 class UnloggedRows:
-    """Rows of finished steps that are not logged yet.
+    """Rows of metrics of finished steps that are not yet in the run's metrics log.
 
-    Two steps may be committed before the first of them is logged, so the manifest of the second
-    contains the row of the first.
+    Two steps may be committed before the metrics of the first are written, so the manifest of the
+    second also contains the row of the first.
     """
 
     rows: dict[int, dict[str, Any]] = field(default_factory=dict)
