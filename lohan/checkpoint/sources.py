@@ -127,8 +127,8 @@ def saved_layout(model: nn.Module | None, shapes: Shapes) -> dict[str, str | Ass
     """Return the layout that `save_pretrained` writes for the tensors of a model.
 
     The layout maps each name in the file to a whole tensor of the model or, for a part of one, to
-    an `Assembly` of runs of its elements. If `save_pretrained` would merge several tensors into one, the model's own layout is
-    returned instead. transformers can load that layout too.
+    an `Assembly` of runs of its elements. If `save_pretrained` would merge several tensors into
+    one, the model's own layout is returned instead. transformers can load that layout too.
     """
     if not hasattr(model, "save_pretrained") or not hasattr(model, "base_model_prefix"):
         return {name: name for name in shapes}

@@ -692,10 +692,11 @@ class Store:
         """Write data, then checksums, then the manifest; make each durable before writing the next.
 
         With `folds`, the state is that of the last logged step, which all ranks have committed in
-        their logs, so each rank commits it without the others. If `checksums` is None, the data and the checksums on disk are
-        already correct. After a failed sync it is unknown which data reached the drive, and after a
-        failed rename or directory sync it is unknown which manifest is current. The store is then
-        marked as failed, and only reopening it shows which generation is committed.
+        their logs, so each rank commits it without the others. If `checksums` is None, the data and
+        the checksums on disk are already correct. After a failed sync it is unknown which data
+        reached the drive, and after a failed rename or directory sync it is unknown which manifest
+        is current. The store is then marked as failed, and only reopening it shows which generation
+        is committed.
         """
         primary, crc = self.dirs[0], self._manifest.sums_crc32c
         try:

@@ -608,8 +608,8 @@ def folder_lock(folder: RunFolder) -> Iterator[None]:
 def claim_names(folder: RunFolder, config: Config, mark: Mark, *, rank: int = 0) -> None:
     """Write the mark that makes this a folder of the run, with the names that the run will create.
 
-    Raise a ConfigError if a file that is not part of the run has such a name. Stores left by a run that ended before its first commit are removed. The first rank of every
-    machine calls this.
+    Raise a ConfigError if a file that is not part of the run has such a name. Stores left by a run
+    that ended before its first commit are removed. The first rank of every machine calls this.
     """
     before = folder.mark
     if before is not None and before.id == mark.id:
