@@ -190,12 +190,14 @@ def run_side(
     return reference.run_side("side_emulated.py", options, spec, name)
 
 
-def rows_of(found: dict[str, list[Child]], there: dict[str, float]) -> list[dict[str, Any]]:
-    *_, base = found.values()
+def rows_of(
+    children_of: dict[str, list[Child]], ratios_there: dict[str, float]
+) -> list[dict[str, Any]]:
+    *_, base = children_of.values()
     rows = []
-    for name, children in found.items():
+    for name, children in children_of.items():
         pairs = zip(base, children, strict=True)
-        ratios = [mean(one["step_s"]) / mean(own["step_s"]) for one, own in pairs]
+        ratios = [mean(one["step_s"]) / mean(child["step_s"]) for one, child in pairs]
         forecast_s = children[0]["forecasts"][0]["step_s"]
         promised = base[0]["forecasts"][0]["step_s"] / forecast_s
         rows.append(
@@ -206,7 +208,7 @@ def rows_of(found: dict[str, list[Child]], there: dict[str, float]) -> list[dict
                 "rounds": f"{min(ratios):.2f} .. {max(ratios):.2f}",
                 "forecast s": forecast_s,
                 "forecast / last": promised,
-                "there / last": there.get(name),
+                "there / last": ratios_there.get(name),
                 "written MiB": children[0]["ssd_written_bytes"] / 2**20,
                 "log K": children[0]["plans"][-1]["log_gradients"],
                 "speculated": children[0]["speculated"],

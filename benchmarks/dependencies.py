@@ -39,8 +39,8 @@ def requirements() -> dict[str, list[str]]:
     }
 
 
-def closure(packages: list[str], known: Mapping[str, int]) -> dict[str, int] | None:
-    """Return the bytes of packages, and of what they need, without those in `known`.
+def closure(packages: list[str], installed: Mapping[str, int]) -> dict[str, int] | None:
+    """Return the bytes of packages, and of what they need, without those in `installed`.
 
     None means that one of the packages is not installed.
     """
@@ -48,7 +48,7 @@ def closure(packages: list[str], known: Mapping[str, int]) -> dict[str, int] | N
     waiting = [name(package) for package in packages]
     while waiting:
         package = waiting.pop()
-        if package in known or package in sizes:
+        if package in installed or package in sizes:
             continue
         try:
             paths = [file.locate() for file in metadata.files(package) or []]

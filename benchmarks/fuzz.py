@@ -721,10 +721,10 @@ def packed_kinds(work: Path) -> list[Kind]:
     import torch
     from safetensors.torch import save
 
-    def folder_of(method: str, tensors: dict[str, Any], **said: Any) -> list[Kind]:
+    def folder_of(method: str, tensors: dict[str, Any], **settings: Any) -> list[Kind]:
         folder = work / method
         folder.mkdir()
-        config = {**CONFIG, "quantization_config": {"quant_method": method, **said}}
+        config = {**CONFIG, "quantization_config": {"quant_method": method, **settings}}
         weights = save(tensors)
         (folder / "config.json").write_text(json.dumps(config))
         (folder / "model.safetensors").write_bytes(weights)

@@ -313,13 +313,15 @@ class Clock:
                 put(owner, name, self._timed(part, getattr(owner, name), outer=False))
         put(WrappedSite, "__call__", self._timed("other", WrappedSite.__call__, outer=True))
         inner = BlockRunner.backward
-        timed = self._timed("other", lambda site, own, *rest: inner(own, site, *rest), outer=True)
-        put(BlockRunner, "backward", lambda own, site, *rest: timed(site, own, *rest))
+        timed = self._timed(
+            "other", lambda site, runner, *rest: inner(runner, site, *rest), outer=True
+        )
+        put(BlockRunner, "backward", lambda runner, site, *rest: timed(site, runner, *rest))
         try:
             yield
         finally:
-            for owner, name, own in reversed(before):
-                setattr(owner, name, own)
+            for owner, name, original in reversed(before):
+                setattr(owner, name, original)
 
 
 def _is_layer(site: Any) -> bool:

@@ -38,7 +38,7 @@ def make_inputs(folder: Path) -> None:
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as place:
         make_inputs(Path(place))
-        said = f"--task diffusion --model {place}/model --data {place}/latents --host 256MiB"
+        inputs = f"--task diffusion --model {place}/model --data {place}/latents --host 256MiB"
         settings = "--batch 8 --steps 20 --lr 1e-3 --schedule constant --clip 0"
-        words = f"train {said} {settings}".split()
+        words = f"train {inputs} {settings}".split()
         app([*words, "--out", sys.argv[1]], standalone_mode=False)

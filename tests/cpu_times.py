@@ -28,8 +28,8 @@ def cpu_seconds(pid: int) -> float:
         children = [child for task in tasks for child in (task / "children").read_text().split()]
     except OSError:
         return 0.0  # it has ended meanwhile, and its parent counts it
-    own = sum(map(int, fields[11:15])) / TICKS_PER_S
-    return own + sum(cpu_seconds(int(child)) for child in children)
+    process_s = sum(map(int, fields[11:15])) / TICKS_PER_S
+    return process_s + sum(cpu_seconds(int(child)) for child in children)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -318,11 +318,11 @@ class KeptSizes:
         """
         if (kept, share) not in self._slices:
             workload, sizes = self._workload, self.by_site(kept)
-            found = [int(share * size) for size in sizes]
+            offloaded = [int(share * size) for size in sizes]
             if workload is not None and workload.offloaded is not None:
                 pairs = zip(self.names, self.classes(kept), strict=True)
-                found = [workload.offloaded(name, classes, share) for name, classes in pairs]
-            self._slices[kept, share] = max(found, default=0)
+                offloaded = [workload.offloaded(name, classes, share) for name, classes in pairs]
+            self._slices[kept, share] = max(offloaded, default=0)
         return self._slices[kept, share]
 
     def bytes_of(self, kept: Kept, name: str) -> int:
@@ -501,11 +501,11 @@ class DeviceMemoryModel:
         `width` is the number of bytes per parameter.
         """
         tied = {group.key: group.numel * width for group in self._host.tied}
-        found, seen = Counter[str](), set[str]()
+        shared, seen = Counter[str](), set[str]()
         for site in sites:
-            found[site.name] = sum(tied.get(key, 0) for key in seen.intersection(site.groups))
+            shared[site.name] = sum(tied.get(key, 0) for key in seen.intersection(site.groups))
             seen.update(site.groups)
-        return found
+        return shared
 
     def _gradients_of(self, groups: Iterable[str]) -> int:
         """Return the bytes of the gradients of groups. Gradients of tied groups are fp32 sums."""

@@ -387,10 +387,10 @@ def test_compressed_tensors_that_cannot_be_taken_are_refused(tmp_path):
         "w.weight_shape": shape,
     }
 
-    def fails(message: str, changed: dict[str, torch.Tensor | None], **said: object) -> None:
+    def fails(message: str, changed: dict[str, torch.Tensor | None], **config: object) -> None:
         kept = {key: value for key, value in {**good, **changed}.items() if value is not None}
         save_file(kept, tmp_path / "model.safetensors")
-        raw = {"quantization_config": {"quant_method": "compressed-tensors", **said}}
+        raw = {"quantization_config": {"quant_method": "compressed-tensors", **config}}
         (tmp_path / "config.json").write_text(json.dumps(raw))
         with pytest.raises(ModelError, match=rf"^{tmp_path}: .*{message}"):
             open_folder(tmp_path)

@@ -207,12 +207,12 @@ def _die(patched, after: str) -> None:
         commits += 1
         commit(store, meta, **how)
 
-    def removing(found):
-        if found.world == 2:
+    def removing(stores):
+        if stores.world == 2:
             if after == "part of the removal":
-                remove(replace(found, dirs=found.dirs[1:]))
+                remove(replace(stores, dirs=stores.dirs[1:]))
             os._exit(KILLED)
-        remove(found)
+        remove(stores)
 
     patched.setattr(Store, "commit", counted)
     if after in ("all commits", "part of the removal"):

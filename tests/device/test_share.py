@@ -45,12 +45,12 @@ def test_gradients_of_all_ranks_have_the_mean_of_the_batch():
             ranks=RankInfo(rank, 2),
             world=2,
             several=True,
-            all_gather_object=lambda own, rank=rank: _checked(own, texts, rank),
+            all_gather_object=lambda rank_loss, rank=rank: _checked(rank_loss, texts, rank),
         )
         session: Any = SimpleNamespace(model=weight, process_group=process_group, head=None)
         task: Any = Means
-        own, whole = Share(session, task).loss({"x": ROWS})
-        own.backward()
+        rank_loss, whole = Share(session, task).loss({"x": ROWS})
+        rank_loss.backward()
         assert whole() == pytest.approx(float(ROWS.mean()))
         gradients.append(float(weight.grad))
     assert sum(gradients) / 2 == pytest.approx(float(ROWS.mean()))  # ranks take the mean

@@ -276,9 +276,11 @@ def instants(names: list[list[str]], count: int, *, seed: int) -> list[tuple[int
     chosen = []
     for number in range(count):
         rank = number % 2
-        own = names[rank]
-        commit = [i for i, name in enumerate(own) if name.startswith(("replace", "sync", "fsync"))]
-        places = commit if number % 3 else list(range(len(own)))
+        rank_names = names[rank]
+        commit = [
+            i for i, name in enumerate(rank_names) if name.startswith(("replace", "sync", "fsync"))
+        ]
+        places = commit if number % 3 else list(range(len(rank_names)))
         chosen.append((rank, places[draw.randrange(len(places))]))
     return chosen
 

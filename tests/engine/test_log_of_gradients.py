@@ -94,20 +94,20 @@ def compare(
     steps: int = STEPS,
     every: int = 3,
     tuning: LoggedTuning | None = None,
-    made: list[dict[str, torch.Tensor]] | None = None,
+    data: list[dict[str, torch.Tensor]] | None = None,
     dtype: torch.dtype = torch.float32,
     seed: int | None = None,
     **options: Any,
 ) -> None:
     """Compare a logged run with one without overlap and without a log."""
     tune_plans(monkeypatch, tuning or LoggedTuning())
-    made = net_batches(steps, kind=kind, dtype=dtype) if made is None else made
+    data = net_batches(steps, kind=kind, dtype=dtype) if data is None else data
     expected = train_with_delays(
-        small_net(kind, dtype=dtype), made, tmp_path / "plain", overlap=False, **options
+        small_net(kind, dtype=dtype), data, tmp_path / "plain", overlap=False, **options
     )
     logged = train_with_delays(
         small_net(kind, dtype=dtype),
-        made,
+        data,
         tmp_path / "logged",
         seed=seed,
         budget=budget(tmp_path / "logged", every),
@@ -165,7 +165,7 @@ def test_blocks_without_a_gradient_in_some_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dataset = net_batches(STEPS, skip={2: 1, 5: 0}, still={3: 2, 6: 3})
-    compare(tmp_path, monkeypatch, kind="plain", made=dataset)
+    compare(tmp_path, monkeypatch, kind="plain", data=dataset)
 
 
 @pytest.mark.parametrize("seed", thinned(range(3), 0))
@@ -498,8 +498,8 @@ SLOW_WRITES = Profile(
 def test_the_planner_keeps_its_choice_when_a_run_replans_and_chooses_again_when_it_resumes(
     tmp_path: Path,
 ) -> None:
-    made, place = net_batches(7, kind="llama"), tmp_path / "logged"
-    shared = {"clip": 0.5, "batch": made[0], "engine": memory_engine(), "micro_batch": 1}
+    data, place = net_batches(7, kind="llama"), tmp_path / "logged"
+    shared = {"clip": 0.5, "batch": data[0], "engine": memory_engine(), "micro_batch": 1}
 
     def trained(session: lohan.Session, batches: list[dict[str, torch.Tensor]]) -> None:
         for batch in batches:
@@ -512,19 +512,19 @@ def test_the_planner_keeps_its_choice_when_a_run_replans_and_chooses_again_when_
     with attached(small_net("llama"), place, **chosen("auto")) as session:
         steps = session.plan.log_gradients
         assert steps in LOG_CHOICES
-        trained(session, made[:3])
+        trained(session, data[:3])
         problem = session.context.problem(
             session.context.options.fixed_by(session.plan), profile=fixed_profile()
         )
         session.follow(replace(make_plan(problem).plan, window=0))
         assert session.plan.log_gradients == steps
-        trained(session, made[3:5])
+        trained(session, data[3:5])
     with attached(small_net("llama"), place, resume=True, **chosen("auto")) as session:
         assert session.plan.log_gradients in LOG_CHOICES
         head_tokens = session.plan.head_tokens
-        trained(session, made[5:])
+        trained(session, data[5:])
         logged = stored_bytes(session)
     with attached(small_net("llama"), tmp_path / "plain", overlap=False, **shared) as session:
         assert session.plan.head_tokens == head_tokens
-        trained(session, made)
+        trained(session, data)
         assert stored_bytes(session) == logged

@@ -444,9 +444,9 @@ def test_hidden_states_beside_a_loss_are_those_of_the_model(tmp_path):
     model, batch = small_model("llama"), batches(1, batch=2, seq=8)[0]
     expected = model(**batch, output_hidden_states=True).hidden_states
     with attached(model, tmp_path):
-        found = model(**batch, output_hidden_states=True).hidden_states
-    assert len(found) == len(expected) > 1
-    for ours, theirs in zip(found, expected, strict=True):
+        hidden_states = model(**batch, output_hidden_states=True).hidden_states
+    assert len(hidden_states) == len(expected) > 1
+    for ours, theirs in zip(hidden_states, expected, strict=True):
         assert torch.allclose(ours, theirs, atol=1e-5)
 
 

@@ -68,8 +68,8 @@ NAMES = {
 
 def same(name: str, tmp_path: Path, **changes: Any) -> Any:
     reference, actual = (
-        run_preference_trainer(name, tmp_path / str(own), ours=own, **changes)
-        for own in (False, True)
+        run_preference_trainer(name, tmp_path / str(ours), ours=ours, **changes)
+        for ours in (False, True)
     )
     if changes.get("load_best_model_at_end"):  # once more, as the best one was
         reference.evaluate(), actual.evaluate()

@@ -36,9 +36,9 @@ worlds = st.integers(1, 5)
 
 
 @given(sizes, worlds, st.sampled_from([2048, 4096, 100_000]))
-def test_pieces_are_a_partition(found, world, chunk_params):
+def test_pieces_are_a_partition(tensor_sizes, world, chunk_params):
     """The shards partition every tensor, also within the chunks of the ranks' stores."""
-    group = group_of(found)
+    group = group_of(tensor_sizes)
     seen: dict[str, list[tuple[int, int]]] = {spec.name: [] for spec in group.tensors}
     for ranks in RankInfo(world=world).all():
         shard = ranks.shard(group)

@@ -96,12 +96,12 @@ def test_weights_are_gathered_before_use_and_gradients_summed_before_they_leave(
 
 def test_links_that_are_shared_and_a_net_of_its_own_make_a_difference():
     slow = {"h2d": 2e9, "d2h": 2e9}
-    own = plan_for_machine(plan_request(4, 32, **slow)).forecast
+    separate = plan_for_machine(plan_request(4, 32, **slow)).forecast
     shared = plan_for_machine(plan_request(4, 32, **slow, link_limit=2e9)).forecast
     apart = plan_for_machine(plan_request(4, 32, **slow, net=200e9)).forecast
-    assert shared.step_s > 1.5 * own.step_s
-    assert apart.step_s < own.step_s
-    assert apart.busy_s["net"] < own.busy_s["net"] / 50
+    assert shared.step_s > 1.5 * separate.step_s
+    assert apart.step_s < separate.step_s
+    assert apart.busy_s["net"] < separate.busy_s["net"] / 50
 
 
 def test_step_is_not_shorter_than_the_traffic_of_a_shared_link():

@@ -65,13 +65,13 @@ def test_reads_the_last_full_state_and_writes_weights_that_backward_reads(name: 
 
 
 def cases() -> list[tuple[Operation, str]]:
-    found = set()
+    kinds = set()
     for spec in SPECS.values():
         for phase_by_name in chain_of(spec, ORDER, (True, True, False, False)):
             for action in (action for phase in phase_by_name.values() for action in phase):
                 if action.kind in NEW:
-                    found |= {(action.kind, str(r[0])) for r, _, _ in effects_of(action, spec)}
-    return sorted(found)
+                    kinds |= {(action.kind, str(r[0])) for r, _, _ in effects_of(action, spec)}
+    return sorted(kinds)
 
 
 NEW = (Op.READ_BASE_WEIGHTS, Op.READ_BASE, Op.WRITE_WEIGHTS, Op.FETCH_LOGGED, Op.COMMIT_LOG)
@@ -102,10 +102,10 @@ def test_check_finds_a_missing_effect(
         return [effect for effect in effects if effect[0][0] != resource]
 
     monkeypatch.setattr(phases, "effects_of", without)
-    found = False
+    differs = False
     for spec in SPECS.values():
         try:
             check_order.__wrapped__(spec, ORDER)
         except LohanError:
-            found = True
-    assert found is ((op, resource) not in IMPLIED)
+            differs = True
+    assert differs is ((op, resource) not in IMPLIED)

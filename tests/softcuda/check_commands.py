@@ -196,10 +196,12 @@ def test_the_checks_of_a_card_find_a_missing_wait(monkeypatch, tmp_path):
 def test_a_late_device_pauses_on_the_stream_of_every_lane_and_of_compute():
     paused: list[Any] = []
     device = LateDevice(pause=lambda cycles: paused.append(torch.cuda.current_stream()))
-    there, here = device.allocate(64), torch.zeros(64, dtype=torch.uint8).pin_memory()
+    on_device, on_host = device.allocate(64), torch.zeros(64, dtype=torch.uint8).pin_memory()
     lanes = ("h2d", "slices", "d2h")
     for lane in lanes:
-        device.copy(lane, [(here, there) if lane == "d2h" else (there, here)]).synchronize()
+        device.copy(
+            lane, [(on_host, on_device) if lane == "d2h" else (on_device, on_host)]
+        ).synchronize()
     device.mark()
     assert paused == [*(device._streams[lane] for lane in lanes), torch.cuda.current_stream()]
 

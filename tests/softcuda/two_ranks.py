@@ -48,10 +48,10 @@ def conflicts(group: ProcessGroup, device: AcceleratorDevice, mistake: str) -> l
             return torch.empty(COUNT, dtype=torch.uint8, device="cuda")
 
     def gather() -> None:
-        own = (whole := buffer()).view(group.world, -1)[group.rank]
+        shard = (whole := buffer()).view(group.world, -1)[group.rank]
         with torch.cuda.stream(net):
-            own.fill_(1)
-            group.all_gather_into(whole, own)  # the host waits for it
+            shard.fill_(1)
+            group.all_gather_into(whole, shard)  # the host waits for it
         whole + 1
 
     grads = {0: torch.full((COUNT,), 1.0, device="cuda")}

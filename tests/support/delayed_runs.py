@@ -294,7 +294,7 @@ def memory_engine(files: dict[str, bytearray] | None = None) -> IOEngine:
 
 def train_with_delays(
     model: nn.Module,
-    made: list[dict[str, torch.Tensor]],
+    data: list[dict[str, torch.Tensor]],
     place: Path,
     *,
     seed: int | None = None,
@@ -310,7 +310,7 @@ def train_with_delays(
         if seed is not None:
             delay_lanes(session, seed)
         torch.manual_seed(11)
-        for step, batch in enumerate(made):
+        for step, batch in enumerate(data):
             between(model, step)
             loss = model(**batch)
             loss = loss if isinstance(loss, torch.Tensor) else loss.loss

@@ -105,10 +105,10 @@ def qwen3(text: dict[str, Any], **tokens: int) -> Any:
     )
 
 
-def save_qwen(folder: Path, made: Callable[..., Any]) -> None:
+def save_qwen(folder: Path, build: Callable[..., Any]) -> None:
     """As the folders of the hub have it: files of image processor and tokenizer."""
     rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
-    model = made(
+    model = build(
         {**VISION_TEXT_SIZES, "rope_parameters": rope},
         image_token_id=IMAGE_ID,
         video_token_id=VIDEO_ID,
