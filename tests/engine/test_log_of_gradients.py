@@ -14,13 +14,14 @@ import lohan
 from lohan.checkpoint.resharding import reshard_to_world
 from lohan.device.emulated import EmulatedDevice
 from lohan.engine.logged import fold_log
-from lohan.errors import ConfigError, StoreError
+from lohan.errors import ConfigError, StorageIOError, StoreError
 from lohan.model.layout import RESIDENT, Blocks
 from lohan.model.machine import Drive, Profile
 from lohan.model.options import LOG_CHOICES
 from lohan.model.plan import Plan
 from lohan.planner.planner import make_plan
 from lohan.store.admin import rewind, snapshot
+from lohan.store.io_engine import open_engine
 from lohan.store.store import Store
 from lohan.util.units import Interval, MiB
 from tests.support.delayed_runs import (
@@ -33,6 +34,7 @@ from tests.support.delayed_runs import (
     train_with_delays,
     tune_plans,
 )
+from tests.support.faults import EngineFault, FaultyEngine
 from tests.support.generated_cases import each_value, thinned
 from tests.support.models import attached, stored_bytes
 from tests.support.process_hooks import fixed_profile
@@ -283,6 +285,35 @@ def test_a_killed_run_resumes_after_its_last_step(
         for batch in dataset[7:]:
             resumed.model(**batch).backward()
         assert stored_bytes(resumed) == expected.stored
+
+
+@pytest.mark.parametrize("op", ["write", "sync"])
+@pytest.mark.parametrize("appended", thinned([1, 2, 3, 4, 5], 1, 2))
+def test_a_full_disk_during_append_or_fold_keeps_the_step_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, op: str, appended: int
+) -> None:
+    """Steps 3 and 6 are followed by a write of the full state, the others only append."""
+    tune_plans(monkeypatch, LoggedTuning())
+    dataset, place = net_batches(STEPS, kind="tied"), tmp_path / "logged"
+    expected = train_with_delays(small_net("tied"), dataset, tmp_path / "plain", overlap=False)
+    engine = FaultyEngine(open_engine("threads"))
+    session = attached(small_net("tied"), place, budget=budget(place, 3), engine=engine)
+    torch.manual_seed(11)
+    for batch in dataset[:appended]:
+        session.model(**batch).backward()
+    session.flush()
+    engine.faults = (EngineFault("enospc", op, engine.counts[op] + 1),)
+    with pytest.raises(StorageIOError, match="ENOSPC"):
+        for batch in dataset[appended:]:
+            session.model(**batch).backward()
+        session.flush()
+    session.close(flush=False)
+    model = small_net("tied")
+    with attached(model, place, budget=budget(place, 3), engine="threads", resume=True) as session:
+        assert session.step >= appended
+        for batch in dataset[session.step :]:
+            model(**batch).backward()
+        assert stored_bytes(session) == expected.stored
 
 
 def test_a_failed_step_loses_no_earlier_one(
