@@ -130,9 +130,9 @@ def save_qwen(folder: Path, build: Callable[..., Any]) -> None:
 
 SAVE = {
     "llava": save_llava,
-    "qwen": partial(save_qwen, made=qwen2),
-    "qwen2.5": partial(save_qwen, made=qwen2_5),
-    "qwen3": partial(save_qwen, made=qwen3),
+    "qwen": partial(save_qwen, build=qwen2),
+    "qwen2.5": partial(save_qwen, build=qwen2_5),
+    "qwen3": partial(save_qwen, build=qwen3),
 }
 
 
