@@ -30,15 +30,15 @@ class _SecondDerivative(torch.autograd.Function):
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap the backward of an autograd function so that a second derivative is refused.
 
-    torch's `once_differentiable` takes the results as constants if the gradient of the output is
-    one, as that of a sum. A penalty on the gradient would then be lost without a message.
+    torch's `once_differentiable` treats the results as constants if the gradient of the output is a
+    constant, as that of a sum. A penalty on the gradient would then have no effect.
     """
 
     @functools.wraps(backward)
     def wrapped(ctx: Any, *gradients: Any) -> Any:
         with torch.no_grad():
             results = backward(ctx, *gradients)
-        if not torch.is_grad_enabled():  # no graph of the backward is made
+        if not torch.is_grad_enabled():  # The caller computes no second derivative.
             return results
         every = results if isinstance(results, tuple) else (results,)
         tensors = [result for result in every if isinstance(result, torch.Tensor)]

@@ -36,6 +36,7 @@ from lohan.capture.slicing import Cuts, NotSliceable
 from lohan.device.base import Device, Event
 from lohan.device.choose import Compiled
 from lohan.errors import ModelError
+from lohan.util.libraries import is_user_code
 
 if TYPE_CHECKING:
     from lohan.capture.tracing import SavePlans
@@ -72,8 +73,6 @@ class RunAhead:
 
 
 _ABSENT = object()
-# Packages whose modules draw random numbers from the generator of the device only.
-_LIBRARIES = ("torch", "transformers", "diffusers", "peft", "lohan")
 
 
 @dataclass(frozen=True)
@@ -130,10 +129,9 @@ class BlockState:
         # indices into `_attributes`; None before the first forward
         self._changing: set[int] | None = None
         self._modules = list(module.modules())
-        # whether user code may draw random numbers in ways that recomputation has to repeat
-        self._has_user_code = any(
-            type(child).__module__.partition(".")[0] not in _LIBRARIES for child in self._modules
-        )
+        # Modules of libraries draw random numbers from the generator of the device only. Those of
+        # the user may draw from other generators, which recomputation has to restore.
+        self._has_user_code = any(is_user_code(type(child)) for child in self._modules)
         self._attributes: list[Attribute] = [
             (child._buffers, key)
             for child in self._modules

@@ -36,6 +36,7 @@ from lohan.engine.user_code import Copies, WeightRead, read_weight, watch_torch
 from lohan.errors import BudgetError, ConfigError, ModelError, StoreError
 from lohan.store.files import IDENTITY
 from lohan.store.store import Store
+from lohan.util.libraries import is_user_code
 from lohan.util.memory import host_memory_bytes
 from lohan.util.units import format_bytes, parse_bytes
 
@@ -251,14 +252,12 @@ def redirect_to_store(session: Session, dtype: torch.dtype) -> StoredWeights:
 # -- Code of the user that takes part in saving ----------------------------------------------------
 
 
-_LIBRARIES = ("torch", "transformers", "diffusers", "peft", "trl", "accelerate", "lohan")
 _SAVING = ("save_pretrained", "state_dict")  # methods by which a whole model is saved
 
 
 def _is_of_user(function: Any) -> bool:
-    """Return whether a method or hook was defined outside of libraries."""
-    module = getattr(function, "__module__", None) or ""
-    return function is not None and module.partition(".")[0] not in _LIBRARIES
+    """Return whether a method or hook exists and was defined outside of libraries."""
+    return function is not None and is_user_code(function)
 
 
 def has_saving_code(model: nn.Module) -> bool:

@@ -88,8 +88,8 @@ class WatchedParameters:
                     and self._groups[key[0]].tensors[key[1]].trainable
                 ):
                     raise ModelError(
-                        f"{parameter.label[0]} was frozen between forward and backward, when its "
-                        "gradient is part of the step; freeze it before forward or after backward"
+                        f"{parameter.label[0]} was frozen between forward and backward, but its "
+                        "gradient is part of this step; freeze it before forward or after backward"
                     )
 
     def _refuse_replaced(self) -> None:

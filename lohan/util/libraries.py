@@ -1,6 +1,6 @@
-"""Settings that libraries read from the environment when they are imported.
+"""Libraries that LoHan uses: their settings in the environment, and which code is theirs.
 
-Variables that the user has set are kept.
+Libraries read the variables when they are imported. Variables that the user has set are kept.
 """
 
 from __future__ import annotations
@@ -8,8 +8,17 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from lohan.util.memory import return_freed_memory
+
+_LIBRARIES = ("torch", "transformers", "diffusers", "peft", "trl", "accelerate", "lohan")
+
+
+def is_user_code(thing: Any) -> bool:
+    """Return whether a function or class was defined outside of libraries."""
+    module = getattr(thing, "__module__", None) or ""
+    return module.partition(".")[0] not in _LIBRARIES
 
 
 def set_up_libraries() -> None:
